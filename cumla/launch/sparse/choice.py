@@ -65,7 +65,8 @@ def form_of(shape: MLASparseShape, columns: int) -> str:
     row_tiles = -(-shape.num_heads // ROW_TILE)
     is_narrow = shape.num_heads <= SWAPPED_ROWS
     narrow = RULES.many_narrow_tiles if columns == HEAD_DIM else RULES.many_narrow_value_tiles
-    many = shape.num_places * row_tiles >= (narrow if is_narrow else RULES.many_tiles) * shape.sm_count
+    most = narrow if is_narrow else RULES.many_tiles
+    many = shape.num_places * row_tiles >= most * shape.sm_count
     if is_narrow and not (many or shape.batch_invariant or shape.has_max_logits):
         return "swapped"
     if tile_heads(shape) == SWAPPED_ROWS:

@@ -110,13 +110,15 @@ def test_scales(form: str, heads: int, scales: str, record_figures: Report) -> N
         record_figures(attend_and_check(make_sparse(cp, case)))
 
 
-@pytest.mark.parametrize(("batch", "heads"), [(1, 64), (1, 128), (4, 128), (2, 40)])
-def test_few_lists_by_tiles_of_heads(batch: int, heads: int, record_figures: Report) -> None:
+@pytest.mark.parametrize(("batch", "heads"), [(1, 64), (1, 128), (4, 128), (2, 40), (1, 17)])
+@pytest.mark.parametrize("form", ["packed", "bfloat16", "float16"])
+def test_few_lists_by_tiles_of_heads(
+    form: str, batch: int, heads: int, record_figures: Report
+) -> None:
     """Tiles of 16 and of 32 heads, the last of which may have fewer."""
     for scales, lists in (("any", "mixed"), ("wild", "random")):
-        case = SparseCase(
-            batch=batch, heads=heads, topk=2048, scales=scales, lists=lists, outputs="float32"
-        )
+        case = SparseCase(batch=batch, heads=heads, topk=2048, form=form, lists=lists)
+        case = dataclasses.replace(case, scales=scales, sinks="mixed", outputs="float32")
         record_figures(attend_and_check(make_sparse(cp, case)))
 
 

@@ -157,6 +157,21 @@ def test_the_highest_sinks(form: str, heads: int, extra: int, record_figures: Re
         record_figures(attend_and_check(make_v4(cp, case)))
 
 
+@pytest.mark.parametrize("heads", [8, 17, 40, 64])
+def test_few_lists_by_tiles_of_heads(heads: int, record_figures: Report) -> None:
+    """Of rows in 16 bits: of 16 heads, the last of which may have fewer; and lists of few heads."""
+    for form, batch, lists in (("bfloat16", 1, "mixed"), ("float16", 2, "random")):
+        case = V4Case(batch=batch, heads=heads, topk=2176, form=form, lists=lists, sinks="mixed")
+        record_figures(attend_and_check(make_v4(cp, case)))
+
+
+@pytest.mark.parametrize("batch", [1, 66, 263, 264, 300])
+def test_lists_of_few_heads(batch: int, record_figures: Report) -> None:
+    """Of rows in 16 bits; on an H200 another kernel serves 264 lists than 263."""
+    case = V4Case(batch=batch, heads=8, topk=300, form="bfloat16", lengths="requests")
+    record_figures(attend_and_check(make_v4(cp, case)))
+
+
 @pytest.mark.parametrize("heads", [64, 128])
 def test_batches_around_the_number_of_multiprocessors(heads: int, record_figures: Report) -> None:
     count = cp.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]

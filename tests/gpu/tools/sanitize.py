@@ -279,6 +279,7 @@ V4 = (  # two caches and one, lists that are cut; rows of 512 columns in 16 bits
     V4Case(form="e4m3", heads=40, topk=200, sinks="finite", **_LISTS),
     V4Case(batch=2, heads=16, topk=200, form="bfloat16", gaps=True, **_LISTS),
     V4Case(heads=80, topk=300, form="bfloat16", sinks="finite", **_LISTS),
+    V4Case(batch=1, heads=56, topk=700, form="float16", sinks="finite", **_LISTS),
 )
 _CUT: dict[str, Any] = {"operation": "tokens", "topk": 2800, "sinks": "finite"}
 _EMPTY: dict[str, Any] = {"operation": "tokens", "topk": 300, "batch": 4, **_LISTS}
