@@ -36,7 +36,7 @@ class Rules:
     # The same of at most 16 heads, over rows with RoPE columns (sparse-order-ladder.json).
     many_narrow_tiles: float = 0.9
     # The same over rows of 512 columns.
-    many_narrow_value_tiles: float = 2.0
+    many_narrow_value_tiles: float = 4.5
     # Thread blocks for each list in 16 bits and 16 of its heads, at least, from which on few lists
     # are split by heads.
     fewest_swapped_pieces: int = 32
