@@ -30,15 +30,13 @@ class Rules:
     # list read its rows several times and gain nothing
     # (docs/history/mla_sparse.md, Tiles of heads).
     fewest_pieces: int = 4
-    # Row tiles of lists for each multiprocessor from which on many lists share rows in L2: then
-    # arithmetic binds, and the kernel whose thread blocks share loads is faster.
-    many_tiles: int = 4
-    # The same of at most 16 heads, over rows with RoPE columns (sparse-order-ladder.json).
-    many_narrow_tiles: float = 0.9
-    # The same over rows of 512 columns.
-    many_narrow_value_tiles: float = 4.5
-    # Thread blocks for each list in 16 bits and 16 of its heads, at least, from which on few lists
-    # are split by heads.
+    # Row tiles of lists for each multiprocessor from which on the kernel whose thread blocks share
+    # loads is faster: by the columns of a row, of up to 16 heads, then of more
+    # (sparse-16-bit-forms.json; lists of one cache share rows in L2, and then arithmetic binds).
+    many_narrow_tiles: tuple[float, float] = 3.0, 7.5
+    many_tiles: tuple[float, float] = 0.68, 4.0
+    # Thread blocks for each list in 16 bits and 16 of its heads, from which on few lists are split
+    # by heads (sparse-16-bit-forms.json).
     fewest_swapped_pieces: int = 32
     # KV blocks that cutting a list of V4's rows must save: they take long.
     v4_saving: int = 3
@@ -64,8 +62,7 @@ def form_of(shape: MLASparseShape, columns: int) -> str:
     """
     row_tiles = -(-shape.num_heads // ROW_TILE)
     is_narrow = shape.num_heads <= SWAPPED_ROWS
-    narrow = RULES.many_narrow_tiles if columns == HEAD_DIM else RULES.many_narrow_value_tiles
-    most = narrow if is_narrow else RULES.many_tiles
+    most = (RULES.many_narrow_tiles if is_narrow else RULES.many_tiles)[columns != HEAD_DIM]
     many = shape.num_places * row_tiles >= most * shape.sm_count
     if is_narrow and not (many or shape.batch_invariant or shape.has_max_logits):
         return "swapped"
