@@ -33,7 +33,7 @@ class Rules:
     # Row tiles of lists for each multiprocessor from which on the kernel whose thread blocks share
     # loads is faster: by the columns of a row, of up to 16 heads, then of more
     # (sparse-16-bit-forms.json; lists of one cache share rows in L2, and then arithmetic binds).
-    many_narrow_tiles: tuple[float, float] = 3.0, 7.5
+    many_narrow_tiles: tuple[float, float] = 5.0, 7.5
     many_tiles: tuple[float, float] = 0.68, 4.0
     # Thread blocks for each list in 16 bits and 16 of its heads, from which on few lists are split
     # by heads (sparse-16-bit-forms.json).

@@ -47,20 +47,44 @@ def entries(key: Any, **changes: Any) -> list[str]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_cache_of_the_querys_dtype(dtype: str) -> None:
     """Two row tiles, and many lists, share rows in L2; few heads are the N side of products."""
-    for heads, batch, form in (
-        (16, 5, "_swapped"),
-        (16, 39, "_swapped"),
-        (16, 40, "_shared_blocks"),
-        (17, 5, ""),
-        (17, 40, ""),
-        (64, 5, ""),
-        (65, 5, "_shared_blocks"),
-        (64, 131, ""),
-        (64, 176, "_shared_blocks"),
+    for heads, lists, form in (
+        (16, 15, "_swapped"),
+        (16, 659, "_swapped"),
+        (16, 660, "_shared_blocks"),
+        (17, 2, "_swapped"),
+        (17, 3, ""),
+        (17, 89, ""),
+        (17, 90, "_shared_blocks"),
+        (64, 1, "_swapped"),
+        (64, 2, ""),
+        (64, 89, ""),
+        (65, 1, "_shared_blocks"),
+        (64, 90, "_shared_blocks"),
     ):
-        key = key_of(heads, dtype=dtype, batch=batch)
+        key = key_of(heads, dtype=dtype, batch=lists, q_len=1)
         attend = f"mla_sparse_{dtype}{form}"
         assert entries(key) == ["bound_rows", "mla_schedule", "select_rows", attend]
+        is_split = form == "_swapped" and heads > 16
+        assert (key.row_tile, key.row_tiles) == (
+            16 if is_split else 64,
+            -(-heads // (16 if is_split else 64)),
+        )
+
+
+def test_rows_of_512_columns_in_16_bits() -> None:
+    """They keep to one row tile for longer; batch-invariant lists have one set of bits."""
+    for heads, lists, form in (
+        (16, 989, "_swapped"),
+        (16, 990, "_shared_blocks"),
+        (64, 1, "_swapped"),
+        (64, 527, ""),
+        (64, 528, "_shared_blocks"),
+    ):
+        parts = {"q_rope": None, "kv_rope": None}
+        key = key_of(heads, batch=lists, q_len=1)
+        assert entries(key, **parts)[-1] == f"mla_sparse_bfloat16_512{form}"
+        key = key_of(heads, batch=lists, q_len=1, batch_invariant=True)
+        assert "swapped" not in entries(key, **parts)[-1]
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 128])
