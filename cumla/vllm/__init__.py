@@ -66,7 +66,7 @@ def register() -> None:
         )
         return
     register_backend(custom, _PATH)
-    for care in (WithoutDeepGEMM, InDeepSeekV4, InDeepSeekV41, InMiniMaxM3, InQSA):
+    for care in (WithoutDeepGEMM, InDeepSeekV4, InDeepSeekV41, InMiniMaxM3, InQSA, InStep5):
         care.take_care()
 
 
@@ -220,11 +220,12 @@ class InQSA(_OnImport):
     """Lets Qwen's QSA layers attend by cumla: they call a Triton kernel whatever is asked for."""
 
     name = "vllm.models.qwen4_exp.nvidia.qsa"
+    _class = "Qwen4ExpQSAFlashAttentionImpl"
 
     @classmethod
     def replace(cls, module: Any) -> None:
         """Look at what objects of the class are made."""
-        impl = getattr(module, "Qwen4ExpQSAFlashAttentionImpl", None)
+        impl = getattr(module, cls._class, None)
         if impl is None or getattr(impl.__init__, "__module__", None) == __name__:
             return
         theirs = impl.__init__
@@ -232,11 +233,28 @@ class InQSA(_OnImport):
         def __init__(self: Any, *args: Any, **given: Any) -> None:
             theirs(self, *args, **given)
             if _is_asked_for():
-                from cumla.vllm import qsa
-
-                qsa.attend(self)
+                cls._attend(self)
 
         impl.__init__ = __init__
+
+    @staticmethod
+    def _attend(impl: Any) -> None:
+        from cumla.vllm import qsa
+
+        qsa.attend(impl)
+
+
+class InStep5(InQSA):
+    """The same for Step 5's layers that choose regions, which call one function."""
+
+    name = "vllm.models.step5.nvidia.sparse_attention"
+    _class = "Step5DSAAttentionImpl"
+
+    @staticmethod
+    def _attend(impl: Any) -> None:
+        from cumla.vllm import step5
+
+        step5.attend()
 
 
 def _is_asked_for() -> bool:

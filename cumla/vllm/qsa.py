@@ -18,9 +18,8 @@ from cumla.vllm._models import FP8, LOGGER
 
 __all__ = ["attend"]
 
-# Query tokens of a step of decoding, from which on cumla attends over caches of 16 bits: so many
-# take as long as with vLLM's kernel, the gate included, and more less. e4m3 caches take as long or
-# longer, and so do prompts (block-groups.json).
+# Query tokens of a step, from which on cumla attends: so many take as long as with vLLM's kernel,
+# the gate included, or less. Prompts over caches of 16 bits take longer (performance.json).
 _LEAST_TOKENS = 64
 
 
@@ -48,12 +47,9 @@ def attend(impl: Any) -> None:
         **more: Any,
     ) -> Any:
         count = attn_metadata.num_actual_tokens
-        is_ours = not use_prefill_config and impl.kv_cache_dtype not in FP8
-        if (
-            not is_ours
-            or count < _LEAST_TOKENS
-            or any(scale is not None for scale in more.values())
-        ):
+        is_ours = count >= _LEAST_TOKENS
+        is_ours &= not use_prefill_config or impl.kv_cache_dtype in FP8
+        if not is_ours or any(scale is not None for scale in more.values()):
             rows = layer, query, key, value, kv_cache, attn_metadata, output
             return theirs(*rows, token_to_req, use_prefill_config, output_gate, **more)
         output[count:].zero_()
@@ -70,6 +66,10 @@ def _attend(
     impl: Any, layer: Any, q: Any, cache: Any, chosen: Any, metadata: Any, out: Any
 ) -> None:
     """Attend to the tokens of a list by the first of each group; its last column is a number."""
+    factors = {}
+    if impl.kv_cache_dtype in FP8:  # vLLM allocates bytes
+        cache = cache.view(torch.float8_e4m3fn)
+        factors = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
     k, v = cache.split(impl.head_size, -1)
     group = layer.indexer.compress_ratio
     cumla.block_sparse_attention(
@@ -82,6 +82,7 @@ def _attend(
         softmax_scale=impl.head_size**-0.5,
         kv_layout="HND",
         out=out,
+        **factors,
     )
 
 
@@ -89,6 +90,6 @@ def _attend(
 def _say() -> None:
     logging.getLogger(LOGGER).info(
         "cumla attends in layers of QSA: block_sparse_attention in the place of vLLM's Triton "
-        "kernel, in steps of decoding of at least %s tokens without an FP8 cache",
+        "kernel, in steps of at least %s tokens: of decoding, with an FP8 cache also of prompts",
         _LEAST_TOKENS,
     )

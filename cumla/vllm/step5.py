@@ -2,14 +2,15 @@
 """Step 5's layers that choose regions, which decode without asking for a backend.
 
 vLLM's layers, their indexer and its choice, their caches and their prefill stay;
-:func:`sparse_decode_attention` attends in steps of decoding and of drafts. The plugin does not call
-:func:`attend`, as vLLM's Triton kernel is faster.
+:func:`sparse_decode_attention` attends in the steps of decoding and of drafts in which that is
+faster than vLLM's Triton kernel.
 """
 
 from __future__ import annotations
 
 import logging
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ __all__ = ["attend", "sparse_decode_attention"]
 
 _HOME = "vllm.models.step5.nvidia.flashinfer_sparse"
 _REGION = 8  # tokens
+# Query tokens by kv heads of a step, from which on cumla attends over e4m3 caches: so many take as
+# long as with vLLM's kernel, or less. Caches of 16 bits take as long or longer (performance.json).
+_LEAST_ROWS = 64
+_theirs: Any = None
 
 
 @cache
@@ -33,10 +38,14 @@ def attend() -> None:
     RuntimeError
         This version of vLLM has another function.
     """
+    global _theirs
+    _theirs = getattr(import_module(_HOME), "sparse_decode_attention", None)
     put_in_place({_HOME: ("sparse_decode_attention",)}, globals(), _refused)
     logging.getLogger(LOGGER).info(
         "cumla attends in layers of Step 5 that choose regions: block_sparse_attention in the "
-        "place of vLLM's Triton kernel, in steps of decoding"
+        "place of vLLM's Triton kernel, in steps of decoding with an FP8 cache of at least %s "
+        "tokens by kv heads",
+        _LEAST_ROWS,
     )
 
 
@@ -81,7 +90,7 @@ def sparse_decode_attention(
     scale, query_len : float, int
         The factor of the scores, and query tokens of each request.
     splits : int
-        Not read.
+        Parts of a list, for vLLM's kernel.
     clear_inactive : bool
         Write 0 to rows that are not active.
     k_scale, v_scale : tensor, optional
@@ -90,14 +99,21 @@ def sparse_decode_attention(
         ``(tokens, kv_heads * heads)``, whose sigmoid is multiplied by.
     """
     rows, heads, columns = query.shape
+    if cache.dtype not in (torch.uint8, torch.float8_e4m3fn) or rows < _LEAST_ROWS:
+        _theirs(
+            *(query, cache, regions, block_table, positions, active, output),
+            scale=scale,
+            query_len=query_len,
+            splits=splits,
+            clear_inactive=clear_inactive,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            gate=gate,
+        )
+        return
     kv_heads = cache.shape[1]
     tokens, requests = rows // kv_heads, rows // (kv_heads * query_len)
-    if not rows:
-        return
-    factors = {}
-    if cache.dtype in (torch.uint8, torch.float8_e4m3fn):
-        cache = cache.view(torch.float8_e4m3fn)
-        factors = {"k_scale": k_scale.reshape(1), "v_scale": v_scale.reshape(1)}
+    cache = cache.view(torch.float8_e4m3fn)
     k, v = cache.split(columns, -1)
     first = slice(None, None, kv_heads * query_len)  # row of each request
     lens = torch.where(active[first] != 0, positions[first] + query_len, 0)
@@ -110,7 +126,8 @@ def sparse_decode_attention(
         softmax_scale=scale,
         kv_layout="HND",
         out=output.view(lead),
-        **factors,
+        k_scale=k_scale.reshape(1),
+        v_scale=v_scale.reshape(1),
     )
     if clear_inactive and query_len > 1:
         output.masked_fill_((active == 0)[:, None, None], 0)

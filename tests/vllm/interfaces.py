@@ -88,8 +88,9 @@ def check_layers_of_their_own() -> None:
     from cumla.compat.vllm_minimax_m3 import _HOMES
     from cumla.vllm.step5 import _HOME
 
-    qsa = cumla.vllm.InQSA.name
-    wanted: dict[str, Any] = {**_HOMES, qsa: ("Qwen4ExpQSAFlashAttentionImpl",)}
+    wanted: dict[str, Any] = dict(_HOMES)
+    for each in (cumla.vllm.InQSA, cumla.vllm.InStep5):
+        wanted[each.name] = (f"class {each._class}(",)
     for home, names in (wanted | {_HOME: ("sparse_decode_attention",)}).items():
         text = source_of(home)
         assert text is None or all(name in text for name in names), home
