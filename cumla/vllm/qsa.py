@@ -18,9 +18,9 @@ from cumla.vllm._models import FP8, LOGGER
 
 __all__ = ["attend"]
 
-# Query tokens of a step, from which on cumla attends: so many take as long as with vLLM's kernel,
-# the gate included, or less. Prompts over caches of 16 bits take longer (performance.json).
-_LEAST_TOKENS = 64
+# Query tokens of a step, from which on cumla attends: so many take less than with vLLM's kernel,
+# the gate included (block-hooks.json). Prompts over caches of 16 bits take longer (performance.json).
+_LEAST_TOKENS, _LEAST_FP8_TOKENS = 64, 96
 
 
 def attend(impl: Any) -> None:
@@ -47,8 +47,10 @@ def attend(impl: Any) -> None:
         **more: Any,
     ) -> Any:
         count = attn_metadata.num_actual_tokens
-        is_ours = count >= _LEAST_TOKENS
-        is_ours &= not use_prefill_config or impl.kv_cache_dtype in FP8
+        if impl.kv_cache_dtype in FP8:
+            is_ours = count >= _LEAST_FP8_TOKENS
+        else:
+            is_ours = count >= _LEAST_TOKENS and not use_prefill_config
         if not is_ours or any(scale is not None for scale in more.values()):
             rows = layer, query, key, value, kv_cache, attn_metadata, output
             return theirs(*rows, token_to_req, use_prefill_config, output_gate, **more)
@@ -90,6 +92,7 @@ def _attend(
 def _say() -> None:
     logging.getLogger(LOGGER).info(
         "cumla attends in layers of QSA: block_sparse_attention in the place of vLLM's Triton "
-        "kernel, in steps of at least %s tokens: of decoding, with an FP8 cache also of prompts",
-        _LEAST_TOKENS,
+        "kernel, in steps of decoding of at least %s tokens; with an FP8 cache in all steps of at "
+        "least %s",
+        *(_LEAST_TOKENS, _LEAST_FP8_TOKENS),
     )

@@ -23,9 +23,9 @@ __all__ = ["attend", "sparse_decode_attention"]
 
 _HOME = "vllm.models.step5.nvidia.flashinfer_sparse"
 _REGION = 8  # tokens
-# Query tokens by kv heads of a step, from which on cumla attends over e4m3 caches: so many take as
-# long as with vLLM's kernel, or less. Caches of 16 bits take as long or longer (performance.json).
-_LEAST_ROWS = 64
+# Query tokens by kv heads of a step, from which on cumla attends over e4m3 caches: so many take
+# less than with vLLM's kernel (block-hooks.json). Those of 16 bits take as long.
+_LEAST_ROWS = 96
 _theirs: Any = None
 
 

@@ -53,6 +53,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         from cumla.vllm import qsa, step5
 
         monkeypatch.setattr(qsa, "_LEAST_TOKENS", 4)
+        monkeypatch.setattr(qsa, "_LEAST_FP8_TOKENS", 4)
         monkeypatch.setattr(step5, "_HOME", "of_vllm.regions")
         monkeypatch.setattr(step5, "_LEAST_ROWS", 3)
         yield folder
