@@ -19,7 +19,7 @@ from cumla.vllm._models import FP8, LOGGER
 __all__ = ["attend"]
 
 # Query tokens of a step, from which on cumla attends: so many take less than with vLLM's kernel,
-# the gate included (block-hooks.json). Prompts over caches of 16 bits take longer (performance.json).
+# the gate included (block-hooks.json). Prompts over caches of 16 bits take longer.
 _LEAST_TOKENS, _LEAST_FP8_TOKENS = 64, 96
 
 
