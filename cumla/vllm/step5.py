@@ -116,12 +116,14 @@ def sparse_decode_attention(
     cache = cache.view(torch.float8_e4m3fn)
     k, v = cache.split(columns, -1)
     first = slice(None, None, kv_heads * query_len)  # row of each request
-    lens = torch.where(active[first] != 0, positions[first] + query_len, 0)
+    lens = torch.empty(requests, dtype=torch.int32, device=query.device)
+    torch.add(positions[first], query_len, out=lens)
+    lens.masked_fill_(active[first] == 0, 0)
     lead = requests, query_len, kv_heads * heads, columns
     cumla.block_sparse_attention(
         *(query.view(lead), k, v, regions.view(tokens, kv_heads, -1)),
         block_size=_REGION,
-        kv_lens=lens.int(),
+        kv_lens=lens,
         block_table=block_table,
         softmax_scale=scale,
         kv_layout="HND",
