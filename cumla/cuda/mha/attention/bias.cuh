@@ -44,6 +44,11 @@ constexpr bool kHasBias<LinearParams> = true;
 template <>
 constexpr bool kHasBias<TableParams> = true;
 
+template <typename Params>
+constexpr bool kHasElements = false;
+template <>
+constexpr bool kHasElements<TableParams> = true;
+
 // The bias of a row's scores: that of key j + i, with i known to the compiler, is plus(from(j), i).
 template <typename Params>
 struct RowBias {};
@@ -73,6 +78,11 @@ struct RowBias<LinearParams> {
 #pragma unroll
     for (int i = 0; i < 16; ++i) score(i) = __fmaf_rn(score(i), factor, plus(from, i / 2 * 8 + i % 2));
   }
+};
+
+// Bits of the elements of a thread's row for a block of 64 keys: eight pairs, eight apart.
+struct Elements {
+  u32 of[16];
 };
 
 template <>
@@ -107,13 +117,50 @@ struct RowBias<TableParams> {
     return table->kind == 1 ? __uint_as_float(bits << 16) : unpack_pair<Fp16>(bits).x;
   }
 
-  // Scales the scores of a thread's row in a block of 64 keys, and adds their biases: eight pairs of keys, eight
-  // apart. All lanes of a warp take the same way. kFew: registers do not suffice for a way of its own for elements
-  // that all exist.
+  // True if the whole warp is beyond the end, where most keys of a long request are.
+  __device__ __forceinline__ bool all_beyond(int from) const {
+    return __all_sync(0xffffffffu, from - 63 >= last()) != 0;
+  }
+
+  // Loads elements; 0 where there is none. None if all lanes are beyond the end.
+  __device__ __forceinline__ void load(int from, Elements& bits) const {
+    if (all_beyond(from)) return;
+    const int least = from - 63;
+    if (table->kind != 0 && __all_sync(0xffffffffu, least >= 0 && from <= last())) {
+      const unsigned short* const elements = reinterpret_cast<const unsigned short*>(row) + least;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) bits.of[i] = elements[63 - (i / 2 * 8 + i % 2)];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) bits.of[i] = bits_at(from - (i / 2 * 8 + i % 2));
+    }
+  }
+  __device__ __forceinline__ u32 bits_at(int distance) const {
+    const int at = min(max(distance, 0), last());
+    if (!table->ends_extend && at != distance) return 0;
+    return table->kind == 0 ? reinterpret_cast<const u32*>(row)[at] : reinterpret_cast<const unsigned short*>(row)[at];
+  }
+
+  // Scales the scores of a thread's row in a block of 64 keys, and adds the biases that load() has found.
+  template <typename Score>
+  __device__ __forceinline__ void add(const Score& score, float factor, int from, const Elements& bits) const {
+    if (all_beyond(from)) {
+      const float end = plus(from, 0);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) score(i) = __fmaf_rn(score(i), factor, end);
+    } else if (table->kind == 0) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) score(i) = __fmaf_rn(score(i), factor, kLog2E * __uint_as_float(bits.of[i]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) score(i) = __fmaf_rn(score(i), factor, kLog2E * of_bits(bits.of[i]));
+    }
+  }
+  // The same, and loads them: registers do not suffice to hold the elements of a block.
   template <bool kFew, typename Score>
   __device__ __forceinline__ void add(const Score& score, float factor, int from) const {
     const int least = from - 63;
-    if (!kFew && __all_sync(0xffffffffu, least >= last())) {  // beyond the end, where most keys of a long request are
+    if (!kFew && all_beyond(from)) {
       const float end = plus(from, 0);
 #pragma unroll
       for (int i = 0; i < 16; ++i) score(i) = __fmaf_rn(score(i), factor, end);

@@ -42,6 +42,8 @@ struct Consumer {
   static constexpr int kRows = kFew ? 1 : 2;                  // of a thread
   static constexpr bool kSkipsRows = kGroups <= 16 || kFew;  // registers suffice for it
   static constexpr int kOwnTiles = kGroups / 8;  // value tiles that this consumer multiplies
+  static constexpr bool kLoadsElements = kHasElements<Params> && !kScaled && kGroups <= 16;  // before the product
+  using BlockElements = typename TypeIf<kLoadsElements, Elements, Nothing>::Type;
   static constexpr bool kLoadsSinks = kIsLean<Params> && kSkipsRows;  // when a tile begins; others when it ends
 
   const CommonOf<Params>& p;
@@ -237,16 +239,26 @@ struct Consumer {
   }
 
   // Scales the scores, and adds the bias. Scores are masked afterwards: a bias of what is not seen may be NaN.
-  __device__ __forceinline__ void add_bias(int block) {
+  __device__ __forceinline__ void add_bias(int block, const BlockElements (&elements)[2]) {
     if constexpr (kHasBias<Params>) {
       const int first = block * kBlockTokens + lane % 4 * 2;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (!kScaled && !has_rows(r)) continue;
         const auto score = [&](int i) -> float& { return scores[i / 2 * 4 + 2 * r + i % 2]; };
-        bias[r].template add<kScaled>(score, score_factor(), bias[r].from(first));
+        if constexpr (kLoadsElements)
+          bias[r].add(score, score_factor(), bias[r].from(first), elements[r]);
+        else
+          bias[r].template add<kScaled>(score, score_factor(), bias[r].from(first));
       }
     }
+  }
+
+  // Loads the elements of a table for a block, while its keys are on their way.
+  __device__ __forceinline__ void load_elements(int block, BlockElements (&elements)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (has_rows(r)) bias[r].load(bias[r].from(block * kBlockTokens + lane % 4 * 2), elements[r]);
   }
 
   // Turns the scores of kOf of the two rows into weights.
@@ -308,6 +320,8 @@ struct Consumer {
       const int stage = (t + i) % Layout::kStages, phase = (t + i) / Layout::kStages & 1;
       uint4 of_tokens;
       if constexpr (kHasLists<Params>) of_tokens = seen_of(all_params, tile.pages, i, segment.tokens);
+      BlockElements elements[2];
+      if constexpr (kLoadsElements) load_elements(segment.begin + i, elements);
       mbarrier_wait(shared.keys_full(stage), phase, "keys");
       if constexpr (kCopied) fence_proxy_async_shared();
       multiply_query(stage);
@@ -319,7 +333,7 @@ struct Consumer {
 #pragma unroll
         for (u32& x : probabilities) x = 0;
       } else if (has_rows(0)) {
-        add_bias(segment.begin + i);
+        add_bias(segment.begin + i, elements);
         mask_scores(segment.begin + i);
         if (has_rows(1))
           weigh<2>();
