@@ -111,6 +111,7 @@ struct Consumer {
       else
         seen[r] = seen_by(p, tile, segment.tokens, row + 8 * r);
       if constexpr (kHasBias<Params>) bias[r].begin(all_params, tile, segment.tokens, row + 8 * r);
+      if constexpr (kLoadsElements) bias[r].look_beyond();
       if constexpr (kLoadsSinks) natural_sink[r] = natural_sink_of(p, tile, segment, row + 8 * r);
     }
   }
@@ -247,7 +248,7 @@ struct Consumer {
         if (!kScaled && !has_rows(r)) continue;
         const auto score = [&](int i) -> float& { return scores[i / 2 * 4 + 2 * r + i % 2]; };
         if constexpr (kLoadsElements)
-          bias[r].add(score, score_factor(), bias[r].from(first), elements[r]);
+          bias[r].add(score, score_factor(), block, elements[r]);
         else
           bias[r].template add<kScaled>(score, score_factor(), bias[r].from(first));
       }
@@ -258,7 +259,7 @@ struct Consumer {
   __device__ __forceinline__ void load_elements(int block, BlockElements (&elements)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      if (has_rows(r)) bias[r].load(bias[r].from(block * kBlockTokens + lane % 4 * 2), elements[r]);
+      if (has_rows(r)) bias[r].load(block, block * kBlockTokens + lane % 4 * 2, elements[r]);
   }
 
   // Turns the scores of kOf of the two rows into weights.
