@@ -77,8 +77,8 @@ class Rules:
     # KV blocks that storing and combining a piece costs, beside one for each 16 query rows: about
     # a microsecond, in which two blocks are read.
     piece_cost: int = 2
-    # KV blocks that a row tile costs beside its own, where short rests are beside long prefixes:
-    # with the 2 of other schedules, thread blocks that have rests end long after the others.
+    # KV blocks that a row tile costs beside its own, where short rests are beside long prefixes.
+    # With 2, of 14 shapes two take 8 and 11 % less, one 12 % more, the others -4 to +2 %.
     fixed_cost_of_prefixes: int = 6
     # KV blocks between a cut and the ends of its row tile, at least.
     min_blocks: int = 2
