@@ -2,6 +2,7 @@
 // A consumer warpgroup of attention: products and softmax of its blocks. finish.cuh beside it ends a row tile.
 #pragma once
 #include "mha/attention/bias.cuh"
+#include "mha/attention/elements.cuh"
 #include "mha/attention/layout.cuh"
 #include "mha/attention/lists.cuh"
 #include "mha/attention/mask.cuh"
@@ -59,7 +60,7 @@ struct Consumer {
   int own[2];      // with lists: the query tokens of this thread's rows within the tile
   u32 listed[2];   // and the keys of a block that they see
   MaskOf<Params> mask;
-  RowBias<Params> bias[2];
+  typename TypeIf<kLoadsElements, LoadedBias, RowBias<Params>>::Type bias[2];
   typename TypeIf<kLoadsSinks, float, Nothing>::Type natural_sink[2];
   float key_factor, value_factor;  // kScaled: factor of scores (base 2) or of the argument of the cap; factor of values
 
