@@ -125,7 +125,7 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const ty
       if (valid) kept[round][k] = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
     }
   }
-#pragma unroll 1
+#pragma unroll (Form::kGrouped || AnyTile::kIsList ? 1 : kRounds)
   for (int round = 0; round < kRounds; ++round) {
     const int row = round * kAtOnce + thread / 8;
     if (Form::kHeads < kAtOnce && row >= Form::kHeads) continue;

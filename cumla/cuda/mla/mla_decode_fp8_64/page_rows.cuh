@@ -14,6 +14,9 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
+// Of a CTA with as many blocks, rows under one factor come one by one: nothing waits for a tensor map then.
+constexpr int kFewBlocks = 4;
+
 // A row tile has heads of one query token, which all see the same tokens. Each separate array of a row is one copy.
 // Absent pages have rows of zeros, as in all MLA kernels.
 template <typename RowsForm, typename AnyTile>
@@ -44,6 +47,7 @@ struct PageRows {
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = segment_of(p, tile, part, place);
       const int visible = segment.tokens - tile.least_shift;
+      const bool row_by_row = !Form::kGrouped && part.place == last_place && segment.blocks <= kFewBlocks;
       int token = segment.begin * kBlockTokens + own;
       auto page_at = [&](int token) {
         return token < segment.tokens ? page_of(p, tile, segment, quotient(token, p.by_page_size)) : -1;
@@ -55,7 +59,7 @@ struct PageRows {
         next_page = page_at(token + kBlockTokens);
         const bool sees = token < visible;
         const bool there = sees && static_cast<u32>(page) < p.num_pages;
-        if (p.box_rows && __all_sync(0xffffffffu, there)) {
+        if (p.box_rows && !row_by_row && __all_sync(0xffffffffu, there)) {
           load_whole_granule(shared, at, [&](u32 to, u32 barrier) {
             tma_load_4d_async(to, &p.latent_map, barrier, 0, row, blockIdx.z, page);
           });
