@@ -203,6 +203,15 @@ def test_attention_to_pages(case: Fp8Case, lengths: list[int]) -> None:
         attend_fp8(cupy, make_fp8(np, case, np.array(lengths)))
 
 
+@pytest.mark.parametrize("tokens", [250, 310])
+@pytest.mark.parametrize("products", [False, True])
+def test_few_blocks_of_a_thread_block_and_more(products: bool, tokens: int) -> None:
+    """Four blocks come row by row, five in boxes."""
+    case = Fp8Case(batch=1, heads=64, form="one", fp8_products=products)
+    with emulated_gpu(1) as cupy:
+        attend_fp8(cupy, make_fp8(np, case, np.array([tokens])))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("operation", ["decode", "table", "list"])
 @pytest.mark.parametrize("form", ["one", "pair", "16-bit rope", "scales", "packed"])
