@@ -203,7 +203,7 @@ def test_a_prefill_that_is_captured_and_replayed(
         graph.replay()
         state = cumla.mla_sparse_attention(*there, topk_lens=lengths, softmax_scale=SCALE)
         lse = got[2].masked_fill(got[2] == math.inf, -math.inf)
-        if heads > 16 or d_qk == 512:
+        if heads > 16:
             assert torch.equal(got[0], state.out)
             assert torch.equal(lse, state.lse)
         torch.testing.assert_close(got[0], state.out, rtol=2**-7, atol=2e-4)

@@ -55,6 +55,7 @@ from cumla.distributed.merge import MergeOfRanks  # noqa: E402
 from cumla.launch import module  # noqa: E402
 from cumla.launch.kernel import PreparedLaunch  # noqa: E402
 from cumla.launch.merge_states import MOST_BLOCKS, Meeting, merge_blocks  # noqa: E402
+from cumla.launch.mla.shape import SWAPPED_ROWS  # noqa: E402
 from cumla.launch.sparse import top_k  # noqa: E402
 from cumla.mha.mask import AttentionMask  # noqa: E402
 from cumla.mla.shape import WIDE, WIDTH, WIDTHS, Width  # noqa: E402
@@ -1253,7 +1254,10 @@ def attend_v4(cupy: Any, case: V4Case) -> None:
 
 
 def attend_with_max_logits(cupy: Any, case: SparseCase, *, is_large: bool = False) -> None:
-    """As FlashMLA's prefill does; all but max_logits has the bits of the kernel without them."""
+    """As FlashMLA's prefill does; all but max_logits has the bits of the kernel without them.
+
+    Lists of few heads without them have a kernel of their own, with other bits.
+    """
     problem = make_v4(np, case) if isinstance(case, V4Case) else make_sparse(np, case)
     if is_large:
         problem = in_a_larger_cache(problem)
@@ -1268,10 +1272,14 @@ def attend_with_max_logits(cupy: Any, case: SparseCase, *, is_large: bool = Fals
     np.testing.assert_allclose(max_logits.get(), wanted, rtol=2.01 / 65536, atol=1e-6)
     without = cumla.mla_sparse_attention(**given)
     problem.check(typed(without.out.view(np.uint16).get(), case.dtype), without.lse.get())
-    assert without.out.get().tobytes() == out.get().tobytes()
+    has_these_bits = case.heads > SWAPPED_ROWS
+    if has_these_bits:
+        assert without.out.get().tobytes() == out.get().tobytes()
     given.pop("sinks", None)
     want = cumla.mla_sparse_attention(**given).lse.get()
-    np.testing.assert_array_equal(np.where(lse.get() == np.inf, -np.inf, lse.get()), want)
+    got = np.where(lse.get() == np.inf, -np.inf, lse.get())
+    tolerance = 0 if has_these_bits else 1e-5
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
 def with_gaps(cupy: Any, cache: Any) -> Any:
