@@ -68,7 +68,7 @@ class Metadata(DSAIndexerMetadata):
         lens, table = self.get_seqlens_expanded(), self.get_page_table_64()
         width = table.shape[1] * cache.shape[1]
         requests = max(len(self.get_seqlens_int32()), 1)
-        q_len = len(q) // requests
+        q_len = max(len(q) // requests, 1)
         if len(q) != requests * q_len or len(table) != len(q):
             q_len = 1
         lens, table = lens[: len(q)].view(-1, q_len), table[: len(q) : q_len]

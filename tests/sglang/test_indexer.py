@@ -109,6 +109,21 @@ def test_tokens_of_decoding_and_drafts_get_their_best_keys(q_len: int, missing: 
     assert (scored.plan.key.batch, scored.plan.key.q_len) == (3, q_len)
 
 
+def test_a_step_without_tokens() -> None:
+    """As a rank of data parallelism has it: all rows are padding."""
+    backend, _ = made()
+    keys()
+    of = step(1)
+    of.dsa_extend_seq_lens_list = [0] * 3
+    of.dsa_seqlens_expanded, of.real_page_table = (
+        of.dsa_seqlens_expanded[:0],
+        of.real_page_table[:0],
+    )
+    backend.init_forward_metadata(SimpleNamespace(lengths=None))
+    slots = indexer()._get_topk_paged(None, 0, *asking(2), metadata(backend, of))
+    assert slots.tolist() == [[-1] * TOPK] * 2
+
+
 def test_a_prefill_selects_from_rows_of_the_keys_of_all() -> None:
     """Whole, in chunks of rows as SGLang cuts them, and where it translates positions itself."""
     backend, _ = made()
