@@ -99,6 +99,8 @@ def sparse_decode_attention(
         ``(tokens, kv_heads * heads)``, whose sigmoid is multiplied by.
     """
     rows, heads, columns = query.shape
+    if not rows:
+        return
     if cache.dtype not in (torch.uint8, torch.float8_e4m3fn) or rows < _LEAST_ROWS:
         _theirs(
             *(query, cache, regions, block_table, positions, active, output),
