@@ -57,8 +57,7 @@ RULES = Rules()
 def form_of(shape: MLASparseShape, columns: int) -> str:
     """Choose a kernel for rows in 16 bits, as one of VARIANTS of cumla.launch.mla.shape.
 
-    By what binds: many lists share rows in L2, and then it is arithmetic. The kernel of few heads
-    has other bits than the others, which batch-invariant lists keep to.
+    The kernel of few heads has other bits than the others, which batch-invariant lists keep to.
     """
     row_tiles = -(-shape.num_heads // ROW_TILE)
     is_narrow = shape.num_heads <= SWAPPED_ROWS
@@ -74,8 +73,8 @@ def form_of(shape: MLASparseShape, columns: int) -> str:
 def tile_heads(shape: MLASparseShape) -> int:
     """Choose the heads of one thread block: fewer where it computes from e4m3 numbers.
 
-    Few lists of whole or widened rows are cut by heads, too. Kernels of widened rows compute
-    for 64 heads, however few a tile has, so a tile may have any number of groups of 16.
+    Few lists are cut by heads, too. Kernels of widened rows compute for 64 heads, however few a
+    tile has, so a tile may have any number of groups of 16.
     """
     if shape.cache == "same":
         tiles = -(-shape.num_heads // SWAPPED_ROWS)
