@@ -56,11 +56,11 @@ NAME = "cumla"
 _ALIGNMENT = 16  # bytes, of addresses that kernels take
 _ELSE = 'load the model with attn_implementation="sdpa" or "eager"'
 # Arguments of a call that are no mask and change no number.
-_IGNORED = (
+_IGNORED = {
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"),
     *("output_router_logits", "return_dict", "num_items_in_batch", "logits_to_keep", "layer_idx"),
     *("position_embeddings", "past_key_values", "is_training", "num_logits_to_keep"),
-)
+}
 
 
 def _parts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
@@ -196,7 +196,7 @@ def attention(
         position bias, packed sequences, dropout.
     """
     for name, given in others.items():
-        if given is not None and name not in _IGNORED and given is not False:
+        if name not in _IGNORED and given is not None and given is not False:
             raise NotImplementedError(
                 f"{name}: cumla's attention does not know it, got {type(given).__name__}; {_ELSE}"
             )
@@ -206,7 +206,8 @@ def attention(
         )
     bounds = attention_mask
     kind = 0 if bounds is None else bounds.shape[-2]
-    if bounds is not None and (bounds.dtype, bounds.shape) != (torch.int32, (len(key), 1, kind, 2)):
+    of_mask = key.shape[0], 1, kind, 2
+    if bounds is not None and (bounds.dtype, bounds.shape) != (torch.int32, of_mask):
         raise NotImplementedError(
             f"attention_mask: cumla's attention needs one of (batch, tokens), got a mask of shape "
             f"{tuple(bounds.shape)}; pass one with two axes, or {_ELSE}"
@@ -223,8 +224,12 @@ def attention(
             f"sliding_window: cumla's attention takes a window to both sides from the model's "
             f"mask, which has none, got {sliding_window}; {_ELSE}"
         )
-    options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap or None}
-    options |= {"softmax_scale": scaling}
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "softcap": softcap or None,
+        "softmax_scale": scaling,
+    }
     sinks = None if s_aux is None else s_aux.detach().float()
     if not torch.compiler.is_compiling():
         arrays = (query, key, value) if sinks is None else (query, key, value, sinks)
@@ -243,8 +248,8 @@ def attention(
 def _keys(key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor | None) -> dict[str, Any]:
     """Return keys and values as rows without pages, and which rows each request has."""
     batch, _, tokens, _ = key.shape
-    step = _step(key)
-    if step is None or step != _step(value):
+    step = _step(key.shape, key.stride())
+    if step is None or step != _step(value.shape, value.stride()):
         key, value = key.contiguous(), value.contiguous()
         step = key.shape[1] * tokens
     starts = torch.arange(batch + 1, dtype=torch.int32, device=key.device) * step
@@ -259,10 +264,10 @@ def _keys(key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor | None) -
     return {"k": k, "v": v, "kv_indptr": starts, "kv_lens": lens}
 
 
-def _step(part: torch.Tensor) -> int | None:
+def _step(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """Count the rows from a request to the next one, of ``(batch, heads, tokens, columns)``."""
-    batch, _, tokens, _ = part.shape
-    request, _, token, column = part.stride()
+    batch, _, tokens, _ = shape
+    request, _, token, column = strides
     if not token or column != 1:
         return None
     step: int = tokens if batch == 1 else request // token
@@ -287,6 +292,7 @@ def _rows(part: torch.Tensor, step: int) -> torch.Tensor:
 # --- layers that share what a step has in common -------------------------------------------------
 
 _MOST_LAYERS = 8  # kinds of layers of which a thread remembers the last step
+_LENGTHS = 64  # numbers of 32 bits, of which arrays of lengths begin at a multiple
 
 
 class _Steps(threading.local):
@@ -323,21 +329,26 @@ class _Steps(threading.local):
             if call.capturing:  # of a default stream the current device tells
                 return None
             if layers is None or not layers.has_begun(bounds):
-                rows = _rows_of(arrays)
+                rows = _rows_of(seen)
                 if rows is None:
                     return None
-                layers = self._layers(module, call, rows, options)
+                layers = self._layers(module, call, rows, arrays, options)
                 layers.begin(rows, bounds)
                 layers.form, self._of_form[form] = form, layers
             return layers.run(arrays[0], seen, call.stream)
 
     def _layers(
-        self, module: torch.nn.Module, call: Call, rows: _Rows, options: dict[str, Any]
+        self,
+        module: torch.nn.Module,
+        call: Call,
+        rows: _Rows,
+        arrays: tuple[Any, ...],
+        options: dict[str, Any],
     ) -> _Layers:
         """Find what layers of such rows share, or make it; its last step is forgotten."""
-        shape = (call.stream, rows.shapes, *options.values())
+        shape = (call.stream, rows.out_shape, rows.layouts, *options.values())
         of_shape, of_form = self._of_shape, self._of_form  # of this thread, for any
-        layers = of_shape.pop(shape, None) or _Layers(call, rows, options)
+        layers = of_shape.pop(shape, None) or _Layers(call, rows, arrays, options)
         of_form.pop(layers.form, None)
 
         def forget(owner: Any) -> None:
@@ -354,6 +365,16 @@ class _Steps(threading.local):
         return layers
 
 
+class _Layout(NamedTuple):
+    """How an array lies, seen as the kernels see it: all that launches follow from."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    dtype: torch.dtype
+    device: int
+    is_neg: bool
+
+
 class _Rows(NamedTuple):
     """The layout of arrays, seen so that little of it changes with the tokens: keys are rows.
 
@@ -362,60 +383,63 @@ class _Rows(NamedTuple):
     last ones of a power of two. Those before them need not exist: nobody reads them.
     """
 
-    views: dict[str, ArrayView]  # of the first layer
-    device: torch.device
+    layouts: tuple[_Layout, ...]  # of queries, keys and values, and sinks
     out_shape: tuple[int, ...]
     requests: int
     tokens: int
     step: int  # rows from a request to the next one
-    before: int  # rows that need not exist
-    before_bytes: dict[str, int]  # of them, of keys and of values
+    before_bytes: tuple[int, int]  # of keys, and of values, that need not exist
 
-    @property
-    def shapes(self) -> Hashable:
-        """The values from which launches follow."""
-        return (self.out_shape, *[view[1:] for view in self.views.values()])
+    def views(self, arrays: tuple[Any, ...]) -> dict[str, ArrayView]:
+        """Look at such arrays; errors are those of :func:`cumla.attention`."""
+        named = tuple(zip(("q", "k", "v", "sinks"), arrays, strict=False))
+        views = {}
+        before = (0, *self.before_bytes, 0)
+        seen = zip(named, open_call(named).views, self.layouts, before, strict=False)
+        for (name, array), view, (shape, strides, *_), nbytes in seen:
+            assert view is not None
+            strides = tuple([n * array.element_size() for n in strides])
+            views[name] = view._replace(ptr=view.ptr - nbytes, shape=shape, strides=strides)
+        return views
 
 
-def _rows_of(arrays: tuple[Any, ...]) -> _Rows | None:
-    """Look at queries, keys and values, and sinks; None for those that need a copy, or an error."""
-    query, key, value, *_ = arrays
-    names = ("q", "k", "v", "sinks")[: len(arrays)]
-    views: dict[str, Any] = dict(
-        zip(names, open_call(tuple(zip(names, arrays, strict=True))).views, strict=True)
-    )
-    step = _step(key)
-    has_axes = len(query.shape) == len(key.shape) == len(value.shape) == 4
-    if not has_axes or 0 in (*query.shape, *key.shape) or step is None or step != _step(value):
+def _rows_of(seen: Any) -> _Rows | None:
+    """Lay out queries, keys and values, and sinks, at which was glanced.
+
+    None for those that need a copy, or an error.
+    """
+    query, key, value, *sinks = [_Layout(*one[1:]) for one in seen]
+    if not len(query.shape) == len(key.shape) == len(value.shape) == 4:
+        return None
+    step = _step(key.shape, key.strides)
+    if 0 in (*query.shape, *key.shape) or step is None or step != _step(value.shape, value.strides):
         return None
     batch, heads, q_len, columns = query.shape
-    _, kv_heads, tokens, _ = key.shape
-    if len(key) != batch or key.shape[:3] != value.shape[:3] or heads % kv_heads:
+    requests, kv_heads, tokens, _ = key.shape
+    if requests != batch or key.shape[:3] != value.shape[:3] or heads % kv_heads:
         return None
     out_shape = batch, q_len, heads, value.shape[3]
-    requests, (request, head, token, column) = batch, views["q"].strides
+    request, head, token, column = query.strides
     if (
         q_len == 1
-        and len(arrays) == 3
+        and not sinks
         and (batch == 1 or (request == heads * head and step == kv_heads * tokens))
-        and all(part.stride(1) == tokens * part.stride(2) for part in (key, value))
+        and all(part.strides[1] == tokens * part.strides[2] for part in (key, value))
     ):
         requests, step, heads = batch * kv_heads, tokens, heads // kv_heads
         request, kv_heads = heads * head, 1
     count = _count(requests, step, tokens)
     room = 1 << (count - 1).bit_length()
-    views["q"] = views["q"]._replace(
-        shape=(requests, q_len, heads, columns), strides=(request, token, head, column)
-    )
-    before_bytes = {}
-    for name in "kv":
-        ptr, shape, (_, head, token, column), *_ = views[name]
-        before_bytes[name] = before = (room - count) * token
+    shape = requests, q_len, heads, columns
+    layouts = [query._replace(shape=shape, strides=(request, token, head, column))]
+    before = []
+    for part in (key, value):
+        _, head, token, column = part.strides
+        before.append((room - count) * token * part.dtype.itemsize)
+        shape = room, kv_heads, part.shape[3]
         strides = token, head if kv_heads > 1 else token, column
-        views[name] = views[name]._replace(
-            ptr=ptr - before, shape=(room, kv_heads, shape[3]), strides=strides
-        )
-    return _Rows(views, query.device, out_shape, requests, tokens, step, room - count, before_bytes)
+        layouts.append(part._replace(shape=shape, strides=strides))
+    return _Rows((*layouts, *sinks), out_shape, requests, tokens, step, (before[0], before[1]))
 
 
 class _Layers:
@@ -424,27 +448,30 @@ class _Layers:
     form: Hashable = None  # how the arrays of the last step look
     owner: weakref.ref[torch.nn.Module] | None = None  # which began it
 
-    def __init__(self, call: Call, rows: _Rows, options: dict[str, Any]) -> None:
+    def __init__(
+        self, call: Call, rows: _Rows, arrays: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
         operation = cumla.AttentionPlan._operation
         spec = operation.spec
         assert spec is not None
         defaults = {a.name: None if a.default is REQUIRED else a.default for a in spec.arguments}
-        batch, q_len, heads, _ = rows.views["q"].shape
+        views: dict[str, Any] = dict(movable(rows.views(arrays)))
+        requests, q_len, heads, _ = views["q"].shape
+        self._requests = requests
+        self._room = views["k"].shape[0]
+        self._device = arrays[0].device
         assert call.device is not None
         with torch.inference_mode(False):  # what is written to in that mode and outside of it
-
-            def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-                return torch.empty(shape, dtype=dtype, device=rows.device)
-
-            self._starts = empty((batch + 1,), torch.int32)
-            self._lens = empty((batch,), torch.int32)
-            self._lse = empty((batch, heads, q_len), torch.float32).transpose(1, 2)
-            named = (("kv_indptr", self._starts), ("kv_lens", self._lens), ("lse", self._lse))
-            starts, lens, lse = open_call(named).views
-            views = movable(rows.views) | {"kv_indptr": starts, "kv_lens": lens}
+            behind = -(-requests // _LENGTHS) * _LENGTHS  # where the rows of requests begin
+            self._lengths = self._empty((behind + requests + 1,), torch.int32)
+            lens, starts = self._lengths[:requests], self._lengths[behind:]
+            self._of_batch = [x.view(len(arrays[0]), -1) for x in (lens, starts[:-1])]
+            self._lse = self._empty((requests, heads, q_len), torch.float32).transpose(1, 2)
+            named = (("kv_indptr", starts), ("kv_lens", lens), ("lse", self._lse))
+            views["kv_indptr"], views["kv_lens"], lse = open_call(named).views
             checked = operation.arguments(views, spec.sorted(defaults | options)[2])
             key = operation.key(checked, call.device)
-            self._workspace = empty((operation.workspace_bytes(key),), torch.uint8)
+            self._workspace = self._empty((operation.workspace_bytes(key),), torch.uint8)
         at = self._workspace.data_ptr()
         outs = operation.outputs(checked)
         schedule = pack(call, operation.schedule, key, checked.lengths, (), (), at)
@@ -452,6 +479,10 @@ class _Layers:
         self._attend = pack(call, operation.attend, key, checked.attend, outs, (None, lse), at)
         self._bounds: weakref.ref[torch.Tensor] | None = None
         self._version = 0
+        self._steps = 0, 0
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def has_begun(self, bounds: torch.Tensor | None) -> bool:
         """Return whether the schedule is the one of this mask."""
@@ -461,29 +492,48 @@ class _Layers:
 
     def begin(self, rows: _Rows, bounds: torch.Tensor | None) -> None:
         """Compute the schedule of a step."""
-        self._before_bytes, self._out_shape = rows.before_bytes, rows.out_shape
-        end = rows.before + rows.requests * rows.step + 1
-        torch.arange(rows.before, end, rows.step, out=self._starts)
-        if bounds is None:
-            self._lens.fill_(rows.tokens)
-        else:
-            first, behind = bounds[:, 0, 0, :, None].unbind(1)
-            self._starts[:-1].view(len(bounds), -1).add_(first)
-            self._lens.view(len(bounds), -1).copy_(behind - first)
+        self._before_keys, self._before_values = rows.before_bytes
+        self._out_shape = rows.out_shape
+        steps = divmod(rows.step, rows.tokens)
+        if steps != self._steps:
+            self._lay_out(*steps)
+        # Requests have as many keys as tokens, and the last one ends where the rows do.
+        torch.add(self._fixed, self._per_token, alpha=rows.tokens, out=self._lengths)
+        if bounds is not None:
+            lens, starts = self._of_batch
+            first, behind = bounds[:, 0, 0, :, None].expand(-1, -1, lens.shape[1]).unbind(1)
+            starts.add_(first)
+            torch.sub(behind, first, out=lens)
         for launch in self._schedule:
             launch()
         self._bounds = None if bounds is None else weakref.ref(bounds)
         self._version = 0 if bounds is None else _version(bounds)
 
+    def _lay_out(self, lengths: int, rest: int) -> None:
+        """Write the lengths and first rows as sums: of a fixed part, and of one for each token.
+
+        From a request to the next one it is `lengths` times the tokens, and `rest` rows.
+        """
+        with torch.inference_mode(False):
+            count = len(self._lengths)
+            place = torch.arange(count, device=self._device) - (count - 2)  # 0: the last request
+            self._fixed = (place * rest + self._room).to(torch.int32)
+            self._per_token = (place * lengths - 1).to(torch.int32)
+            self._fixed[: self._requests] = 0
+            self._per_token[: self._requests] = 1
+        self._steps = lengths, rest
+
     def run(self, query: torch.Tensor, seen: Any, stream: int) -> torch.Tensor | None:
         """Attend for one layer; None for addresses that those of other layers cannot have."""
-        places = dict(zip(("q", "k", "v", "sinks"), [one[0] for one in seen], strict=False))
-        for name, nbytes in self._before_bytes.items():
-            places[name] -= nbytes
-        if any(place % _ALIGNMENT or place < 0 for place in places.values()):
+        q, k, v, *sinks = [one[0] for one in seen]
+        k -= self._before_keys
+        v -= self._before_values
+        s = sinks[0] if sinks else 0
+        bits = q | k | v | s
+        if bits % _ALIGNMENT or bits < 0:
             return None
         out = query.new_empty(self._out_shape)
-        places["out"] = out.data_ptr()
+        places = {"q": q, "k": k, "v": v, "sinks": s, "out": out.data_ptr()}
         for template in self._attend.templates:
             template.at(places, stream)()
         return out
