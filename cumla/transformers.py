@@ -18,6 +18,7 @@ dropout, and training. Continuous batching of Transformers takes its own impleme
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,9 +26,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cumla
 from cumla.core.arrays import glance, open_call, reopen_call
 from cumla.core.check_mode import check_mode
-from cumla.core.operation import movable, pack
+from cumla.core.operation import movable, unplaced
 from cumla.core.spec import REQUIRED
 from cumla.errors import MissingDependencyError
+from cumla.launch.kernel import PreparedLaunch, Template
+from cumla.launch.module import load
+from cumla.launch.tensor_map import is_plain
 
 try:
     import torch
@@ -49,12 +53,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from cumla.core.arrays import ArrayView, Call
+    from cumla.launch.kernel import Launch
 
 __all__ = ["NAME", "attention", "mask"]
 
 NAME = "cumla"
-_ALIGNMENT = 16  # bytes, of addresses that kernels take
 _ELSE = 'load the model with attn_implementation="sdpa" or "eager"'
+_OPTIONS = "causal", "window", "softcap", "softmax_scale"
 # Arguments of a call that are no mask and change no number.
 _IGNORED = {
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"),
@@ -195,25 +200,29 @@ def attention(
         An argument that would change the result and is not served: a mask with four axes, a
         position bias, packed sequences, dropout.
     """
-    for name, given in others.items():
-        if name not in _IGNORED and given is not None and given is not False:
-            raise NotImplementedError(
-                f"{name}: cumla's attention does not know it, got {type(given).__name__}; {_ELSE}"
-            )
+    if not _IGNORED.issuperset(others):
+        for name, given in others.items():
+            if name not in _IGNORED and given is not None and given is not False:
+                got = type(given).__name__
+                raise NotImplementedError(
+                    f"{name}: cumla's attention does not know it, got {got}; {_ELSE}"
+                )
     if dropout:
         raise NotImplementedError(
             f"dropout: cumla computes inference, got {dropout}; call model.eval(), or {_ELSE}"
         )
     bounds = attention_mask
-    kind = 0 if bounds is None else bounds.shape[-2]
-    of_mask = key.shape[0], 1, kind, 2
-    if bounds is not None and (bounds.dtype, bounds.shape) != (torch.int32, of_mask):
-        raise NotImplementedError(
-            f"attention_mask: cumla's attention needs one of (batch, tokens), got a mask of shape "
-            f"{tuple(bounds.shape)}; pass one with two axes, or {_ELSE}"
-        )
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    causal = kind == _IS_CAUSAL if kind else causal
+    if bounds is None:
+        kind = 0
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    else:
+        kind = bounds.shape[-2]
+        causal = kind == _IS_CAUSAL
+        if bounds.dtype != torch.int32 or bounds.shape != (key.shape[0], 1, kind, 2):
+            raise NotImplementedError(
+                f"attention_mask: cumla's attention needs one of (batch, tokens), got a mask of "
+                f"shape {tuple(bounds.shape)}; pass one with two axes, or {_ELSE}"
+            )
     window: Any = None
     if causal and sliding_window is not None:
         window = sliding_window - 1
@@ -224,21 +233,15 @@ def attention(
             f"sliding_window: cumla's attention takes a window to both sides from the model's "
             f"mask, which has none, got {sliding_window}; {_ELSE}"
         )
-    options: dict[str, Any] = {
-        "causal": causal,
-        "window": window,
-        "softcap": softcap or None,
-        "softmax_scale": scaling,
-    }
+    options = causal, window, softcap or None, scaling
     sinks = None if s_aux is None else s_aux.detach().float()
     if not torch.compiler.is_compiling():
         arrays = (query, key, value) if sinks is None else (query, key, value, sinks)
         out = _STEPS.attend(module, arrays, bounds, options)
         if out is not None:
             return out, None
-    state = cumla.attention(
-        query.transpose(1, 2), **_keys(key, value, bounds), sinks=sinks, **options
-    )
+    named: Any = dict(zip(_OPTIONS, options, strict=True))
+    state = cumla.attention(query.transpose(1, 2), **_keys(key, value, bounds), sinks=sinks, **named)
     return state.out, None
 
 
@@ -312,7 +315,7 @@ class _Steps(threading.local):
         module: torch.nn.Module,
         arrays: tuple[Any, ...],
         bounds: torch.Tensor | None,
-        options: dict[str, Any],
+        options: tuple[Any, ...],
     ) -> torch.Tensor | None:
         """Attend; None where only :func:`cumla.attention` can, or can say what is wrong.
 
@@ -323,7 +326,7 @@ class _Steps(threading.local):
         if seen is None or seen[0][4] < 0:
             return None
         call = reopen_call(arrays[0], seen[0][4])
-        form = (call.stream, *[one[1:] for one in seen], *options.values())
+        form = (call.stream, options, *[one[1:] for one in seen])
         layers = self._of_form.get(form)
         with call:
             if call.capturing:  # of a default stream the current device tells
@@ -335,7 +338,7 @@ class _Steps(threading.local):
                 layers = self._layers(module, call, rows, arrays, options)
                 layers.begin(rows, bounds)
                 layers.form, self._of_form[form] = form, layers
-            return layers.run(arrays[0], seen, call.stream)
+            return layers.run(arrays[0], seen)
 
     def _layers(
         self,
@@ -343,21 +346,22 @@ class _Steps(threading.local):
         call: Call,
         rows: _Rows,
         arrays: tuple[Any, ...],
-        options: dict[str, Any],
+        options: tuple[Any, ...],
     ) -> _Layers:
         """Find what layers of such rows share, or make it; its last step is forgotten."""
-        shape = (call.stream, rows.out_shape, rows.layouts, *options.values())
+        shape = (call.stream, options, rows.out_shape, rows.layouts)
         of_shape, of_form = self._of_shape, self._of_form  # of this thread, for any
         layers = of_shape.pop(shape, None) or _Layers(call, rows, arrays, options)
         of_form.pop(layers.form, None)
+        if layers.owner is None or layers.owner() is not module:
 
-        def forget(owner: Any) -> None:
-            found = of_shape.get(shape)
-            if found is not None and found.owner is owner:
-                of_shape.pop(shape, None)
-                of_form.pop(found.form, None)
+            def forget(owner: Any) -> None:
+                found = of_shape.get(shape)
+                if found is not None and found.owner is owner:
+                    of_shape.pop(shape, None)
+                    of_form.pop(found.form, None)
 
-        layers.owner = weakref.ref(module, forget)
+            layers.owner = weakref.ref(module, forget)
         if len(of_shape) >= _MOST_LAYERS:
             oldest = of_shape.pop(next(iter(of_shape), None), None)
             of_form.pop(oldest and oldest.form, None)
@@ -449,12 +453,15 @@ class _Layers:
     owner: weakref.ref[torch.nn.Module] | None = None  # which began it
 
     def __init__(
-        self, call: Call, rows: _Rows, arrays: tuple[Any, ...], options: dict[str, Any]
+        self, call: Call, rows: _Rows, arrays: tuple[Any, ...], options: tuple[Any, ...]
     ) -> None:
         operation = cumla.AttentionPlan._operation
         spec = operation.spec
         assert spec is not None
-        defaults = {a.name: None if a.default is REQUIRED else a.default for a in spec.arguments}
+        given: dict[str, Any] = {}
+        for one in spec.arguments:
+            given[one.name] = None if one.default is REQUIRED else one.default
+        given |= zip(_OPTIONS, options, strict=True)
         views: dict[str, Any] = dict(movable(rows.views(arrays)))
         requests, q_len, heads, _ = views["q"].shape
         self._requests = requests
@@ -469,14 +476,16 @@ class _Layers:
             self._lse = self._empty((requests, heads, q_len), torch.float32).transpose(1, 2)
             named = (("kv_indptr", starts), ("kv_lens", lens), ("lse", self._lse))
             views["kv_indptr"], views["kv_lens"], lse = open_call(named).views
-            checked = operation.arguments(views, spec.sorted(defaults | options)[2])
+            checked = operation.arguments(views, spec.sorted(given)[2])
             key = operation.key(checked, call.device)
             self._workspace = self._empty((operation.workspace_bytes(key),), torch.uint8)
         at = self._workspace.data_ptr()
-        outs = operation.outputs(checked)
-        schedule = pack(call, operation.schedule, key, checked.lengths, (), (), at)
-        self._schedule = [one.at({}, call.stream) for one in schedule.templates]
-        self._attend = pack(call, operation.attend, key, checked.attend, outs, (None, lse), at)
+        (new, _) = operation.outputs(checked)
+        schedule = operation.schedule.recipe(key, checked.lengths, (), at)
+        self._schedule = [_Moving(one, call) for one in schedule]
+        outs = unplaced(new, call.device), lse
+        recipe = operation.attend.recipe(key, checked.attend, outs, at)
+        self._attend = [_Moving(one, call) for one in recipe]
         self._bounds: weakref.ref[torch.Tensor] | None = None
         self._version = 0
         self._steps = 0, 0
@@ -505,7 +514,7 @@ class _Layers:
             starts.add_(first)
             torch.sub(behind, first, out=lens)
         for launch in self._schedule:
-            launch()
+            launch(())
         self._bounds = None if bounds is None else weakref.ref(bounds)
         self._version = 0 if bounds is None else _version(bounds)
 
@@ -523,20 +532,58 @@ class _Layers:
             self._per_token[: self._requests] = 1
         self._steps = lengths, rest
 
-    def run(self, query: torch.Tensor, seen: Any, stream: int) -> torch.Tensor | None:
+    def run(self, query: torch.Tensor, seen: Any) -> torch.Tensor | None:
         """Attend for one layer; None for addresses that those of other layers cannot have."""
-        q, k, v, *sinks = [one[0] for one in seen]
+        q, k, v, s = seen[0][0], seen[1][0], seen[2][0], seen[3][0] if len(seen) > 3 else 0
         k -= self._before_keys
         v -= self._before_values
-        s = sinks[0] if sinks else 0
-        bits = q | k | v | s
-        if bits % _ALIGNMENT or bits < 0:
+        if not is_plain(q | k | v | s):  # also where one is no multiple of 16, or below 0
             return None
         out = query.new_empty(self._out_shape)
-        places = {"q": q, "k": k, "v": v, "sinks": s, "out": out.data_ptr()}
-        for template in self._attend.templates:
-            template.at(places, stream)()
+        places = q, k, v, s, out.data_ptr()
+        for launch in self._attend:
+            launch(places)
         return out
+
+
+_MOVED = "q", "k", "v", "sinks", "out"
+
+
+class _Moving:
+    """A launch whose arrays are elsewhere each time, for one thread: it keeps its parameters."""
+
+    def __init__(self, launch: Launch, call: Call) -> None:
+        assert call.device is not None
+        self._stream = call.stream
+        self._template = launch.template(call.device, lambda: call.capturing)
+        # Of each address: which of the parameters' numbers of 64 bits, which array, how far in.
+        self._fields: list[tuple[int, int, int]] = []
+        self._launch: Callable[[], None] | None = None
+        for offset, argument, addend, tensor_map in launch.relocations():
+            if tensor_map is not None:
+                within = tensor_map.address_at() if is_plain(tensor_map.ptr) else None
+                if within is None:
+                    return
+                offset += within
+            self._fields.append((offset // 8, _MOVED.index(argument), addend))
+        if isinstance(self._template, Template):
+            kernel = load(launch.spec, call.device, capturing=lambda: call.capturing)
+            packed = launch.pack()
+            parameters = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
+            self._words = memoryview(parameters).cast("B")[: len(packed) // 8 * 8].cast("Q")
+            self._launch = PreparedLaunch(
+                kernel, launch.grid, launch.cluster, parameters, self._stream
+            )
+
+    def __call__(self, places: tuple[int, ...]) -> None:
+        """Launch, with these addresses of the arrays of ``_MOVED``."""
+        if self._launch is None:
+            self._template.at(dict(zip(_MOVED, places, strict=False)), self._stream)()
+            return
+        words = self._words
+        for word, array, addend in self._fields:
+            words[word] = places[array] + addend
+        self._launch()
 
 
 def _version(bounds: torch.Tensor) -> int:

@@ -102,7 +102,8 @@ def test_nothing_is_packed_anew_as_a_cache_grows(
     ours: Any, gpu: TorchGpu, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = []
-    monkeypatch.setattr(ours, "pack", lambda *a, real=ours.pack: packed.append(a[1]) or real(*a))
+    real = ours._Moving
+    monkeypatch.setattr(ours, "_Moving", lambda *a: packed.append(a[0]) or real(*a))
     for tokens in range(33, 64):  # of 6 rows each: between two powers of two
         ours.attention(MODULE, *layer(tokens), None)
     assert len(packed) == 2 * 2  # the schedule and attention, for up to 256 and 512 rows
