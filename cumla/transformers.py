@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from cumla.core.arrays import ArrayView, Call
-    from cumla.launch.kernel import Launch
 
 __all__ = ["NAME", "attention", "mask"]
 
@@ -241,7 +240,9 @@ def attention(
         if out is not None:
             return out, None
     named: Any = dict(zip(_OPTIONS, options, strict=True))
-    state = cumla.attention(query.transpose(1, 2), **_keys(key, value, bounds), sinks=sinks, **named)
+    state = cumla.attention(
+        query.transpose(1, 2), **_keys(key, value, bounds), sinks=sinks, **named
+    )
     return state.out, None
 
 
@@ -440,9 +441,8 @@ def _rows_of(seen: Any) -> _Rows | None:
     for part in (key, value):
         _, head, token, column = part.strides
         before.append((room - count) * token * part.dtype.itemsize)
-        shape = room, kv_heads, part.shape[3]
         strides = token, head if kv_heads > 1 else token, column
-        layouts.append(part._replace(shape=shape, strides=strides))
+        layouts.append(part._replace(shape=(room, kv_heads, part.shape[3]), strides=strides))
     return _Rows((*layouts, *sinks), out_shape, requests, tokens, step, (before[0], before[1]))
 
 
@@ -483,7 +483,7 @@ class _Layers:
         (new, _) = operation.outputs(checked)
         schedule = operation.schedule.recipe(key, checked.lengths, (), at)
         self._schedule = [_Moving(one, call) for one in schedule]
-        outs = unplaced(new, call.device), lse
+        outs: list[Any] = [unplaced(new, call.device), lse]
         recipe = operation.attend.recipe(key, checked.attend, outs, at)
         self._attend = [_Moving(one, call) for one in recipe]
         self._bounds: weakref.ref[torch.Tensor] | None = None
@@ -552,13 +552,15 @@ _MOVED = "q", "k", "v", "sinks", "out"
 class _Moving:
     """A launch whose arrays are elsewhere each time, for one thread: it keeps its parameters."""
 
-    def __init__(self, launch: Launch, call: Call) -> None:
+    def __init__(self, launch: Any, call: Call) -> None:
         assert call.device is not None
         self._stream = call.stream
         self._template = launch.template(call.device, lambda: call.capturing)
         # Of each address: which of the parameters' numbers of 64 bits, which array, how far in.
         self._fields: list[tuple[int, int, int]] = []
         self._launch: Callable[[], None] | None = None
+        if not isinstance(self._template, Template):
+            return
         for offset, argument, addend, tensor_map in launch.relocations():
             if tensor_map is not None:
                 within = tensor_map.address_at() if is_plain(tensor_map.ptr) else None
@@ -566,14 +568,11 @@ class _Moving:
                     return
                 offset += within
             self._fields.append((offset // 8, _MOVED.index(argument), addend))
-        if isinstance(self._template, Template):
-            kernel = load(launch.spec, call.device, capturing=lambda: call.capturing)
-            packed = launch.pack()
-            parameters = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
-            self._words = memoryview(parameters).cast("B")[: len(packed) // 8 * 8].cast("Q")
-            self._launch = PreparedLaunch(
-                kernel, launch.grid, launch.cluster, parameters, self._stream
-            )
+        kernel = load(launch.spec, call.device, capturing=lambda: call.capturing)
+        packed = launch.pack()
+        parameters = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
+        self._words = memoryview(parameters).cast("B")[: len(packed) // 8 * 8].cast("Q")
+        self._launch = PreparedLaunch(kernel, launch.grid, launch.cluster, parameters, self._stream)
 
     def __call__(self, places: tuple[int, ...]) -> None:
         """Launch, with these addresses of the arrays of ``_MOVED``."""

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import hashlib
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cumla.core import frameworks
+from cumla.launch import kernel
 from tests.compat.torch_gpu import TorchGpu, torch_gpu
 from tests.fake_cuda import FakeBindings, FakeDriver
 from tests.transformers.test_attention import (
@@ -107,6 +111,49 @@ def test_nothing_is_packed_anew_as_a_cache_grows(
     for tokens in range(33, 64):  # of 6 rows each: between two powers of two
         ours.attention(MODULE, *layer(tokens), None)
     assert len(packed) == 2 * 2  # the schedule and attention, for up to 256 and 512 rows
+
+
+@pytest.mark.usefixtures("no_gradients")
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+def test_launches_take_the_addresses_of_each_layer(
+    ours: Any,
+    gpu: TorchGpu,
+    bindings: FakeBindings,
+    monkeypatch: pytest.MonkeyPatch,
+    window: int | None,
+    sinks: bool,
+) -> None:
+    """Their parameters are those of a launch that is made anew, with descriptors of a driver."""
+
+    def encode(kind: Any, axes: Any, address: int, *layout: Any) -> tuple[int, Any]:
+        text = address.to_bytes(8, "little") + hashlib.sha512(repr(layout).encode()).digest()
+        held = ctypes.create_string_buffer(text, 128)
+        return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(held))
+
+    def note(config: Any, handle: int, pointers: int, extra: int) -> tuple[int]:
+        (first,) = (ctypes.c_void_p * 1).from_address(pointers)
+        launched.append(ctypes.string_at(first, size))
+        return (0,)
+
+    launched: list[bytes] = []
+    size = 0
+    monkeypatch.setattr(bindings, "cuTensorMapEncodeTiled", encode)
+    options = {"sliding_window": window, "s_aux": torch.randn(HEADS) if sinks else None}
+    ours.attention(MODULE, *layer(12), None, **options)
+    (layers,) = ours._STEPS._of_shape.values()
+    monkeypatch.setattr(bindings, "cuLaunchKernelEx", note)
+    kernel.import_driver.cache_clear()
+    for launch in layers._attend:
+        assert launch._launch is not None
+        size = len(launch._words) * 8
+        launch._launch._launch = note
+        for begin in (1 << 20, 5 << 30):
+            places = tuple(begin + 4096 * i for i in range(5))
+            launch(places)
+            launch._template.at(dict(zip(ours._MOVED, places, strict=True)), 0)()
+            assert launched[-1] == launched[-2]
+        assert launched[-1] != launched[-3]
 
 
 @pytest.mark.usefixtures("no_gradients")
