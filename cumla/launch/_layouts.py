@@ -342,6 +342,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
     "mla/mla_decode_swapped": {
         "SwappedLayout(0).query_free() + 8": 231472,
         "SwappedLayoutOf<4>(0).query_free() + 8": 225376,
+        "SwappedLayoutOf<8, false>(0).exist(3, 2)": 231520,
         "SwappedLayoutOf<8, false>(0).query_free() + 8": 231488,
         "kSwappedRows": 16,
     },
@@ -1428,6 +1429,11 @@ STRUCTS: dict[str, dict[str, str]] = {
         "kv_scale_value": "f",
         "unused": "4x",
         "padding_912": "48x",
+    },
+    "MlaSparseListsParams": {
+        "": "MlaDecodeParams",
+        "lists": "Lists",
+        "padding_864": "32x",
     },
     "MlaSparseMaxLogitsParams": {
         "": "MlaDecodeParams",

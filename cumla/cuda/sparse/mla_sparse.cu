@@ -7,6 +7,7 @@
 // registers of a consumer's thread.
 #include "mla/mla_decode/kernel.cuh"
 #include "mla/mla_decode_swapped/kernel.cuh"
+#include "sparse/listed.cuh"
 #include "sparse/selected.cuh"
 
 namespace cumla::sparse {
@@ -37,7 +38,7 @@ struct MaxLogitsTile : AnyTile {
 };
 
 // kSharedBlocks: as in mla_decode. AnyTile: SelectedTile<kRowTile>, ValueTile of it, or MaxLogitsTile of either;
-// SelectedTile<kSwappedRows>.
+// SelectedTile<kSwappedRows>; ListedTile of either number of rows.
 template <typename T, bool kSharedBlocks, typename AnyTile>
 __device__ __forceinline__ void mla_sparse(const MlaDecodeParams& p) {
   if constexpr (AnyTile::kMostRows == kSwappedRows)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from cumla.launch.sparse.shape import MLASparseShape
 
-__all__ = ["QUAD", "RULES", "TOP_K_SHAPES", "Rules", "choose_top_k", "form_of", "tile_heads"]
+__all__ = ["QUAD", "RULES", "TOP_K_SHAPES", "Rules", "choose_top_k", "form_of", "reads_lists", "tile_heads"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class Rules:
     # Thread blocks for each list in 16 bits and 16 of its heads, from which on few lists are split
     # by heads (sparse-16-bit-forms.json).
     fewest_swapped_pieces: int = 32
+    # Lists of 512 columns for each multiprocessor up to which the kernel reads them itself: to be
+    # measured.
+    most_read_lists: float = 0.25
     # KV blocks that cutting a list of V4's rows must save: they take long.
     v4_saving: int = 3
     # Cost of a block of V4's rows in the choice of tiles of heads, in groups of 16 heads
@@ -68,6 +71,17 @@ def form_of(shape: MLASparseShape, columns: int) -> str:
     if tile_heads(shape) == SWAPPED_ROWS:
         return "swapped"
     return "shared_blocks" if row_tiles > 1 or many else "one_tile"
+
+
+def reads_lists(shape: MLASparseShape, form: str) -> bool:
+    """Tell whether a kernel of rows of 512 columns in 16 bits reads lists itself.
+
+    Few lists take less time so, unless most entries are absent. Absent rows are part of blocks, so
+    that batch-invariant lists would have other bits.
+    """
+    is_plain = not (shape.batch_invariant or shape.has_max_logits)
+    few = shape.num_places <= RULES.most_read_lists * shape.sm_count
+    return is_plain and few and form in ("swapped", "one_tile")
 
 
 def tile_heads(shape: MLASparseShape) -> int:

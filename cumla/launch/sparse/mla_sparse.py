@@ -12,7 +12,7 @@ from cumla.launch.layouts import constant
 from cumla.launch.mla.mla_decode import SMEM_BYTES, DecodeArguments, decode_launch
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.launch.source import HALVES, KernelSpec
-from cumla.launch.sparse.choice import form_of
+from cumla.launch.sparse.choice import form_of, reads_lists
 from cumla.launch.sparse.mla_sparse_fp8 import sparse_fp8_launch, sparse_fp8_specs
 from cumla.launch.sparse.mla_sparse_packed import sparse_packed_launch, sparse_packed_spec
 from cumla.launch.sparse.mla_sparse_v4 import sparse_v4_launch, sparse_v4_spec
@@ -95,14 +95,29 @@ def _swapped(dtype: str, columns: int) -> KernelSpec:
     )
 
 
+def _listed(dtype: str, swapped: bool) -> KernelSpec:
+    """Describe the kernel of rows of 512 columns that reads lists itself."""
+    tile = "ListedTile<kSwappedRows>" if swapped else "ListedTile<kRowTile>"
+    return KernelSpec.of(
+        *("sparse", "mla_sparse", "MlaSparseListsParams", dtype, False, tile),
+        tags=[dtype, "512", *["swapped"] * swapped, "lists"],
+        threads=384,
+        smem_bytes=_LISTED_SMEM if swapped else SMEM_BYTES,
+    )
+
+
+_LISTED_SMEM = constant("mla/mla_decode_swapped", "SwappedLayoutOf<8, false>(0).exist(3, 2)")
+
+
 _SWAPPED_SMEM = {
     HEAD_DIM: constant("mla/mla_decode_swapped", "SwappedLayout(0).query_free() + 8"),
     VALUE_DIM: constant("mla/mla_decode_swapped", "SwappedLayoutOf<8, false>(0).query_free() + 8"),
 }
 _SWAPPED = {(dtype, columns): _swapped(dtype, columns) for dtype in HALVES for columns in _TILES}
 _FLAGS = False, True
+_LISTED = {names: _listed(*names) for names in product(HALVES, _FLAGS)}
 _SPECS = {names: _made(*names) for names in product(HALVES, _TILES, _FLAGS, _FLAGS)}
-SPECS = (*_SPECS.values(), *_SWAPPED.values())
+SPECS = (*_SPECS.values(), *_SWAPPED.values(), *_LISTED.values())
 
 
 def sparse_specs(key: MLASparseKey, columns: int | None = None) -> tuple[KernelSpec, ...]:
@@ -122,6 +137,8 @@ def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, .
 
 def _spec(key: MLASparseKey, columns: int) -> KernelSpec:
     form = form_of(key, columns)
+    if columns == VALUE_DIM and reads_lists(key, form):
+        return _LISTED[key.dtype, form == "swapped"]
     if form == "swapped":
         return _SWAPPED[key.dtype, columns]
     return _SPECS[key.dtype, columns, form == "shared_blocks", key.has_max_logits]
@@ -181,6 +198,8 @@ def _row_launches(
         if max_logits is not None:
             at = buffer + key.partial_max_logits
             more = {"max_logits": max_logits.ptr, "partial_max_logits": at}
+        if spec in _LISTED.values():
+            return (decode_launch(spec, key, buffer, decode, out, lse, lists=lists),)
         attend = decode_launch(spec, key, buffer, decode, out, lse, **more)
     else:
         attend = sparse_fp8_launch(key, buffer, decode, out, lse)

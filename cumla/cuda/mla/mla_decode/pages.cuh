@@ -151,10 +151,19 @@ __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
   prefetch_block<kPages>(p, share_of_grid(), {page, static_cast<int>(token - entry * p.page_size)});
 }
 
+// Of a list: this lane's entry of the next block, whose page is being loaded, and the pages of the block after it.
+template <typename AnyTile, bool kReadsList = AnyTile::kReadsList>
+struct AheadOfList {};
+template <typename AnyTile>
+struct AheadOfList<AnyTile, true> {
+  typename AnyTile::Found found;
+  const int* pages;
+};
+
 // Copies a share of the rows of every block, for one of kWarps warps. Lane i, modulo the share, looks up row i two
 // blocks ahead.
 template <typename AnyTile, int kWarps = 2>
-struct RowCopier {
+struct RowCopier : AheadOfList<AnyTile> {
   static constexpr int kRopeTile = AnyTile::kLatentTiles, kTiles = kRopeTile + 1;
   static constexpr int kShare = kBlockTokens / kWarps;
   static constexpr int kOwn = kShare / 4;  // rows of which a lane copies 16 bytes
@@ -178,6 +187,7 @@ struct RowCopier {
         corner(__shfl_sync(0xffffffffu, (warp * kShare + lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4), lane)),
         ahead(p, tile, part, last_place, 0) {
     next = find();
+    if constexpr (AnyTile::kReadsList) this->found = AnyTile::look_up(p, this->pages, next.page);
     later = find();
   }
 
@@ -185,6 +195,7 @@ struct RowCopier {
   __device__ __forceinline__ PageRow find() {
     if (!ahead.valid()) return {-1, -1};
     const PageRow at = ahead.template row_of<kRows>(first_row + lane % kShare);
+    if constexpr (AnyTile::kReadsList) this->pages = ahead.tile.pages_of_list;
     ahead.next();
     return at;
   }
@@ -193,6 +204,10 @@ struct RowCopier {
   __device__ __forceinline__ bool take() {
     if (next.row < 0) return false;
     now = next;
+    if constexpr (AnyTile::kReadsList) {
+      now.page = AnyTile::row_of(p, this->found);
+      this->found = AnyTile::look_up(p, this->pages, later.page);
+    }
     next = later;
     later = find();
     return true;
@@ -202,6 +217,14 @@ struct RowCopier {
   __device__ __forceinline__ i64 offset_of(const CacheColumns& columns, const PageRow& at) const {
     if (static_cast<u32>(at.page) >= p.num_pages) return -1;
     return at.page * columns.stride_page + at.row * columns.stride_row + blockIdx.z * columns.stride_head;
+  }
+
+  // Stores a bit for each of this warp's 32 rows, set if the row exists.
+  __device__ __forceinline__ void store_exist(u32 to) const {
+    static_assert(kShare == 32);
+    const u32 bits = __ballot_sync(0xffffffffu, offset_of(p.latent, now) >= 0);
+    if (lane == 0) store_shared_u32(to, bits);
+    __syncwarp();
   }
 
   // Issues copies of 128 bytes of each of this warp's rows, from byte `bytes` on, to each of the given tiles.

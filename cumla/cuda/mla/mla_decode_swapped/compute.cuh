@@ -146,6 +146,20 @@ struct SwappedConsumer {
     }
   }
 
+  // Masks the scores of absent rows. The lane that arrives after the block's products loads, as racecheck needs.
+  __device__ __forceinline__ void mask_absent(int t) {
+    u32 exist = 0;
+    if (lane == 0) exist = load_shared_u32(shared.exist(t, warp / 2));
+    exist = __shfl_sync(0xffffffffu, exist, 0) >> warp % 2 * 16;
+    if ((exist & 0xffff) == 0xffff) return;
+    const bool low = exist >> lane / 4 & 1, high = exist >> (lane / 4 + 8) & 1;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (!low) scores[4 * (i / 2) + i % 2] = -kInfinity;
+      if (!high) scores[4 * (i / 2) + 2 + i % 2] = -kInfinity;
+    }
+  }
+
   // Makes `next` the running maximum, and rescales what was summed so far. It rarely has work.
   __device__ __forceinline__ void rescale(const float (&next)[kOwn]) {
     bool moved = false;
@@ -230,13 +244,16 @@ struct SwappedConsumer {
       multiply_query();
       const int block = segment.begin + i;
       const int last_token = (block + 1) * kBlockTokens;
-      if (last_token > segment.tokens - tile.most_shift) mask_scores(segment, block);
+      if constexpr (AnyTile::kHasAbsent)
+        mask_absent(t + i);
+      else if (last_token > segment.tokens - tile.most_shift)
+        mask_scores(segment, block);
       float next[kOwn];
       raise_maximum(next);
       rescale(next);
       exponentiate();
       store_probabilities();
-      if (last_token > segment.tokens) clear_values_past(kBlockTokens + segment.tokens - last_token);
+      if (!AnyTile::kHasAbsent && last_token > segment.tokens) clear_values_past(kBlockTokens + segment.tokens - last_token);
       consumer_sync(consumer);
       multiply_values();
       place.advance(2 * kTiles);

@@ -15,16 +15,17 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// row_warps: warps that copy rows; 0 without kRows.
+// row_warps: warps that copy rows; 0 without kRows. Of lists that the kernel reads, both tell which rows exist.
 template <int kLatentTiles, bool kRope>
-__device__ __forceinline__ void initialise_barriers(const SwappedLayoutOf<kLatentTiles, kRope>& shared, int row_warps) {
+__device__ __forceinline__ void initialise_barriers(const SwappedLayoutOf<kLatentTiles, kRope>& shared, int row_warps,
+                                                    int begun = 1) {
 #pragma unroll
   for (int s = 0; s < shared.kSlots; ++s) {
     mbarrier_init(shared.full(s), row_warps ? row_warps * 32 : 1);
     mbarrier_init(shared.free(s), 4);
   }
 #pragma unroll
-  for (int i = 0; i < shared.kBegun; ++i) mbarrier_init(shared.begun(i), 1);
+  for (int i = 0; i < shared.kBegun; ++i) mbarrier_init(shared.begun(i), begun);
   mbarrier_init(shared.query_full(), 2);  // plant: query copied, arrivals
   mbarrier_init(shared.query_free(), 8);  // plant: query read, arrivals
   fence_mbarrier_init();
@@ -90,7 +91,12 @@ __device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, cons
 #pragma unroll 1
     for (int half = 0; half < 2; ++half)
       copy_to_ring<kHalfTiles, false>(rows, p.latent, half * kHalfTiles * 128, shared, place);
-    if (threadIdx.x == 0) mbarrier_arrive(shared.begun(Layout::begun_of(t)));
+    if constexpr (AnyTile::kReadsList) {  // block t - kBegun, which had this place, freed its slots before
+      rows.store_exist(shared.exist(t, warp));
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.begun(Layout::begun_of(t)));
+    } else {
+      if (threadIdx.x == 0) mbarrier_arrive(shared.begun(Layout::begun_of(t)));
+    }
   }
   copy_async_wait_all();
 }

@@ -64,6 +64,10 @@ struct SwappedLayoutOf : Widths<kLatentTiles> {
   __device__ __forceinline__ static int begun_of(int t) { return kBegun == 2 ? t & 1 : t % kBegun; }
   __device__ __forceinline__ u32 query_full() const { return begun(kBegun); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
+  // Of lists that the kernel reads, a bit per row of half a block: set if the row exists. They follow all else.
+  __device__ __forceinline__ u32 exist(int t, int half) const {
+    return query_free() + 8 + (begun_of(t) * 2 + half) * 4;
+  }
 };
 
 using SwappedLayout = SwappedLayoutOf<kRopeTile>;
