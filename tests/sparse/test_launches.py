@@ -207,7 +207,7 @@ def test_an_update_without_lengths_in_check_mode(
     assert bindings.entries == []
 
 
-@pytest.mark.parametrize(("columns", "tag"), [(576, "_swapped"), (512, "_512_swapped")])
+@pytest.mark.parametrize(("columns", "tag"), [(576, "_swapped"), (512, "_512_swapped_lists")])
 def test_what_is_prepared(
     cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch, columns: int, tag: str
 ) -> None:
@@ -222,7 +222,7 @@ def test_what_is_prepared(
     loaded.clear()
     cumla.MLASparsePlan(2, 3, HEADS, TOPK, device=0).prepare()
     assert sorted(loaded) == sorted(
-        [*always, "mla_sparse_bfloat16_swapped", "mla_sparse_bfloat16_512_swapped"]
+        [*always, "mla_sparse_bfloat16_swapped", "mla_sparse_bfloat16_512_swapped_lists"]
     )
 
 

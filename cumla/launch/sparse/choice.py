@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
     from cumla.launch.sparse.shape import MLASparseShape
 
-__all__ = ["QUAD", "RULES", "TOP_K_SHAPES", "Rules", "choose_top_k", "form_of", "reads_lists", "tile_heads"]
+__all__ = [
+    "QUAD",
+    "RULES",
+    "TOP_K_SHAPES",
+    "Rules",
+    "choose_top_k",
+    "form_of",
+    "reads_lists",
+    "tile_heads",
+]
 
 
 @dataclass(frozen=True)

@@ -72,19 +72,27 @@ def test_a_cache_of_the_querys_dtype(dtype: str) -> None:
 
 
 def test_rows_of_512_columns_in_16_bits() -> None:
-    """They keep to one row tile for longer; batch-invariant lists have one set of bits."""
+    """Kernels read few lists themselves; batch-invariant lists have one set of bits."""
     for heads, lists, form in (
+        (16, 33, "_swapped_lists"),
+        (16, 34, "_swapped"),
         (16, 989, "_swapped"),
         (16, 990, "_shared_blocks"),
-        (64, 1, "_swapped"),
+        (64, 1, "_swapped_lists"),
+        (64, 33, "_lists"),
+        (64, 34, ""),
         (64, 527, ""),
         (64, 528, "_shared_blocks"),
     ):
         parts = {"q_rope": None, "kv_rope": None}
         key = key_of(heads, batch=lists, q_len=1)
-        assert entries(key, **parts)[-1] == f"mla_sparse_bfloat16_512{form}"
+        *others, attend = entries(key, **parts)
+        assert attend == f"mla_sparse_bfloat16_512{form}"
+        assert ("select_rows" in others) == (not form.endswith("_lists"))
         key = key_of(heads, batch=lists, q_len=1, batch_invariant=True)
-        assert "swapped" not in entries(key, **parts)[-1]
+        *others, attend = entries(key, **parts)
+        assert "swapped" not in attend
+        assert "select_rows" in others
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 128])
@@ -182,6 +190,7 @@ def test_every_kernel_serves_a_shape() -> None:
         for has in (False, True)
     ]
     keys += [key_of(h, "e4m3_512") for h in (8, 24, 128)]
+    keys += [key_of(h, dtype=dtype, batch=20) for h in (8, 24) for dtype in ("bfloat16", "float16")]
     assert every == {spec for key in keys for spec in sparse_specs(key)} & every
 
 
@@ -302,7 +311,7 @@ def test_kernels_get_sinks_and_whose_logarithm_is_wanted(heads: int, cache: str)
 @pytest.mark.parametrize("columns", [576, 512])
 def test_kernels_with_max_logits(heads: int, columns: int) -> None:
     """One of its own; where it writes them, and those of pieces, which overlap nothing."""
-    key, plain = key_of(heads, has_max_logits=True), key_of(heads)
+    key, plain = key_of(heads, has_max_logits=True, batch=20), key_of(heads, batch=20)
     narrow = {} if columns == 576 else {"q_rope": None, "kv_rope": None}
     out, lse = outputs_of(key)
     max_logits = lse._replace(ptr=12 << 40)

@@ -135,7 +135,7 @@ def test_16_bit_rows_without_rope_columns_read_zeros_there(heads: int) -> None:
     key = key_of(heads)
     rows = strided(3, (90, 16, 1, 512), (16 * 1040, 1040, 1040, 2), "bfloat16")
     arguments = arguments_of(key, q_rope=None, kv_rope=None, kv_cache=rows)
-    _, launch = attend_launches(key, BUFFER, arguments, *outputs_of(key))
+    *_, launch = attend_launches(key, BUFFER, arguments, *outputs_of(key))
     got = parameters(launch)
     for name in ("rope", "q_rope"):
         assert got[f"{name}.base"] == BUFFER + key.zeros
