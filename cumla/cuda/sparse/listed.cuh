@@ -18,12 +18,18 @@ struct MlaSparseListsParams : MlaDecodeParams {
   Lists lists;
 };
 
+}  // namespace cumla::sparse
+namespace cumla::mla {
+struct ReadsLists {};
+}  // namespace cumla::mla
+namespace cumla::sparse {
+
 // A list is a request whose "pages" are its entries. Rows are numbered in steps of the cache's stride_page.
 template <int kTileRows>
-struct ListedTile : ListTile<kTileRows> {
+struct ListedTile : ListTile<kTileRows>, ReadsLists {
   using Held = ListedTile;
   using Found = Lookup;
-  static constexpr bool kHasRope = false, kHasAbsent = true, kReadsList = true;
+  static constexpr bool kHasRope = false, kHasAbsent = true;
   using ListTile<kTileRows>::ListTile;
   const int* entries;
   const int* pages_of_list;  // of the list's request; null: entries are slots

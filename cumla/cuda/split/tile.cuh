@@ -18,7 +18,6 @@ struct TileTraits {
   static constexpr bool kIsList = false;        // each query token has its own place
   static constexpr bool kHasSinks = false;      // scores without a value (split/output.cuh)
   static constexpr bool kHasAbsent = false;     // MLA: any row of a block may be absent, and is then zeros
-  static constexpr bool kReadsList = false;     // MLA: entries of the caller's list name the rows
   static constexpr bool kHasMaxLogits = false;  // the largest score of each row is an output
   static constexpr bool kHasRope = true;        // MLA: rows have RoPE columns, which are not values
   static constexpr int kLatentTiles = 8;        // MLA: 64 columns of values each

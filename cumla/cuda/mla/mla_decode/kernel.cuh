@@ -112,7 +112,7 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Lay
       else
         rows.template copy<1, true>(p.rope, 0, {stage + kRopeTile * kTileBytes});
       mbarrier_arrive_after_copies(shared.full(at, kRopeTile));
-    } else if constexpr (AnyTile::kReadsList) {  // the block before had its bits until its first half was free
+    } else if constexpr (kReadsLists<AnyTile>) {  // the block before had its bits until its first half was free
       mbarrier_wait(shared.free(at, parity), phase ^ 1, "a free KV stage");
       rows.store_exist(stage + kRopeTile * kTileBytes + warp * 4);
       mbarrier_arrive(shared.full(at, kRopeTile));

@@ -127,6 +127,10 @@ __device__ __forceinline__ bool has_rope_chunk(const MlaDecodeParams& p, int chu
 struct HalfTile;  // mla/mla_decode_halves.cu
 template <typename AnyTile>
 constexpr bool kHasHalf = __is_base_of(HalfTile, AnyTile);
+// Tiles whose kernel reads the caller's lists itself, rows of which may be absent.
+struct ReadsLists;  // sparse/listed.cuh
+template <typename AnyTile>
+constexpr bool kReadsLists = __is_base_of(ReadsLists, AnyTile);
 // Byte offset of this CTA's columns in a row of out.
 __device__ __forceinline__ u32 column_of_half(const MlaDecodeParams& p) {
   return blockIdx.x * (p.out_is_float ? 2048 : 1024);

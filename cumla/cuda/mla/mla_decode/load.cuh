@@ -123,13 +123,13 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
   const int warp = threadIdx.x / 32;
   // A prefetch returns no value, so an earlier kernel may still write these lines.
   if (warp == 2 || warp == 3) prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
-  if constexpr (AnyTile::kReadsList)
+  if constexpr (kReadsLists<AnyTile>)
     if (warp == 1) AnyTile::prefetch(p, threadIdx.x - 32, 32);
   if (kForm == kPages && threadIdx.x == 32) prefetch_tensor_map(&p.latent_map);
   if (kForm == kBoxes && ((AnyTile::kHasRope && threadIdx.x == 32) || threadIdx.x == 33))
     prefetch_tensor_map(threadIdx.x == 32 ? &p.rope_map : &p.latent_map);
   if (threadIdx.x == 0) {
-    if constexpr (AnyTile::kReadsList)
+    if constexpr (kReadsLists<AnyTile>)
       AnyTile::initialise(shared, row_warps);
     else
       initialise_barriers(shared, row_warps);

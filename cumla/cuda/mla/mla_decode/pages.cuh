@@ -152,7 +152,7 @@ __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
 }
 
 // Of a list: this lane's entry of the next block, whose page is being loaded, and the pages of the block after it.
-template <typename AnyTile, bool kReadsList = AnyTile::kReadsList>
+template <typename AnyTile, bool kReads = kReadsLists<AnyTile>>
 struct AheadOfList {};
 template <typename AnyTile>
 struct AheadOfList<AnyTile, true> {
@@ -187,7 +187,7 @@ struct RowCopier : AheadOfList<AnyTile> {
         corner(__shfl_sync(0xffffffffu, (warp * kShare + lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4), lane)),
         ahead(p, tile, part, last_place, 0) {
     next = find();
-    if constexpr (AnyTile::kReadsList) this->found = AnyTile::look_up(p, this->pages, next.page);
+    if constexpr (kReadsLists<AnyTile>) this->found = AnyTile::look_up(p, this->pages, next.page);
     later = find();
   }
 
@@ -195,7 +195,7 @@ struct RowCopier : AheadOfList<AnyTile> {
   __device__ __forceinline__ PageRow find() {
     if (!ahead.valid()) return {-1, -1};
     const PageRow at = ahead.template row_of<kRows>(first_row + lane % kShare);
-    if constexpr (AnyTile::kReadsList) this->pages = ahead.tile.pages_of_list;
+    if constexpr (kReadsLists<AnyTile>) this->pages = ahead.tile.pages_of_list;
     ahead.next();
     return at;
   }
@@ -204,7 +204,7 @@ struct RowCopier : AheadOfList<AnyTile> {
   __device__ __forceinline__ bool take() {
     if (next.row < 0) return false;
     now = next;
-    if constexpr (AnyTile::kReadsList) {
+    if constexpr (kReadsLists<AnyTile>) {
       now.page = AnyTile::row_of(p, this->found);
       this->found = AnyTile::look_up(p, this->pages, later.page);
     }

@@ -91,7 +91,7 @@ __device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, cons
 #pragma unroll 1
     for (int half = 0; half < 2; ++half)
       copy_to_ring<kHalfTiles, false>(rows, p.latent, half * kHalfTiles * 128, shared, place);
-    if constexpr (AnyTile::kReadsList) {  // block t - kBegun, which had this place, freed its slots before
+    if constexpr (kReadsLists<AnyTile>) {  // block t - kBegun, which had this place, freed its slots before
       rows.store_exist(shared.exist(t, warp));
       if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.begun(Layout::begun_of(t)));
     } else {
