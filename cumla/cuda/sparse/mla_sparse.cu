@@ -5,8 +5,8 @@
 // Roles, time line, barriers, shared memory and registers: those files. Rows have 576 columns, or 512, which are all
 // values. Forms that read lists themselves (sparse/listed.cuh) use two barriers for bits of the rows that exist:
 // full(stage, RoPE tile) of mla_decode, at which the 64 copying threads arrive after they stored a block's bits, and
-// begun of mla_decode_swapped, at which a lane of each copying warp does (2). Forms with max_logits, which are those of mla_decode, take 256 B more shared memory, 232,416 B, and two more
-// registers of a consumer's thread.
+// begun of mla_decode_swapped, at which a lane of each copying warp does (2). Forms with max_logits, which are those of
+// mla_decode, take 256 B more shared memory, 232,416 B, and two more registers of a consumer's thread.
 #include "mla/mla_decode/kernel.cuh"
 #include "mla/mla_decode_swapped/kernel.cuh"
 #include "sparse/listed.cuh"

@@ -47,9 +47,10 @@ class Rules:
     # Thread blocks for each list in 16 bits and 16 of its heads, from which on few lists are split
     # by heads (sparse-16-bit-forms.json).
     fewest_swapped_pieces: int = 32
-    # Lists of 512 columns for each multiprocessor up to which the kernel reads them itself: to be
-    # measured.
-    most_read_lists: float = 0.25
+    # Lists of 512 columns in 16 bits for each multiprocessor up to which the kernel reads them
+    # itself: of the swapped kernel, then of one row tile (sparse-16-bit-forms.json). The swapped
+    # one gains with more lists, too, but blocks of absent rows take their full time.
+    most_read_lists: tuple[float, float] = 0.5, 0.25
     # KV blocks that cutting a list of V4's rows must save: they take long.
     v4_saving: int = 3
     # Cost of a block of V4's rows in the choice of tiles of heads, in groups of 16 heads
@@ -89,8 +90,8 @@ def reads_lists(shape: MLASparseShape, form: str) -> bool:
     that batch-invariant lists would have other bits.
     """
     is_plain = not (shape.batch_invariant or shape.has_max_logits)
-    few = shape.num_places <= RULES.most_read_lists * shape.sm_count
-    return is_plain and few and form in ("swapped", "one_tile")
+    most = dict(zip(("swapped", "one_tile"), RULES.most_read_lists, strict=True)).get(form, 0)
+    return is_plain and shape.num_places <= most * shape.sm_count
 
 
 def tile_heads(shape: MLASparseShape) -> int:

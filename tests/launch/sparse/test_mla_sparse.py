@@ -74,8 +74,8 @@ def test_a_cache_of_the_querys_dtype(dtype: str) -> None:
 def test_rows_of_512_columns_in_16_bits() -> None:
     """Kernels read few lists themselves; batch-invariant lists have one set of bits."""
     for heads, lists, form in (
-        (16, 33, "_swapped_lists"),
-        (16, 34, "_swapped"),
+        (16, 66, "_swapped_lists"),
+        (16, 67, "_swapped"),
         (16, 989, "_swapped"),
         (16, 990, "_shared_blocks"),
         (64, 1, "_swapped_lists"),
