@@ -683,7 +683,7 @@ OPERATIONS = {
         cumla.block_sparse_attention,
         blocks_of_e4m3_prompts_by_rows,
         lambda: {"out": aligned((540, 16, 128)), "lse": aligned((540, 16), np.float32)},
-        ("block_rows", "block_places_widened", "block_attention_bfloat16_e4m3_factors_2"),
+        ("block_rows", "block_attention_bfloat16_e4m3_factors_2"),
         integers=("qo_indptr", "kv_lens", "k_scale", "v_scale"),
         any_values=("k_scale", "v_scale"),
         empty=(("q", "block_indices"),),

@@ -369,7 +369,9 @@ class _Operation(Scheduled[Any, BlockKey]):
     def key(self, arguments: Both[Any], device: int) -> BlockKey:
         _, attend, options = arguments
         shape = _shape_of(attend, _requests_of(arguments))
-        return _key(shape, options.causal, options.batch_invariant, device, sm_count_of(device))
+        of_device = device, sm_count_of(device)
+        factors = attend.factors is not None
+        return _key(shape, options.causal, options.batch_invariant, *of_device, factors)
 
 
 def _requests_of(arguments: Both[Any]) -> int:
@@ -389,7 +391,12 @@ def _shape_of(a: BlockArguments, requests: int) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1024)
 def _key(
-    shape: tuple[Any, ...], causal: bool, batch_invariant: bool, device: int | None, sm_count: int
+    shape: tuple[Any, ...],
+    causal: bool,
+    batch_invariant: bool,
+    device: int | None,
+    sm_count: int,
+    rows_have_factors: bool = False,
 ) -> BlockKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     tokens, num_heads, kv_heads, *columns, block_size, topk, dtype, cache, q_len, requests = shape
@@ -403,6 +410,7 @@ def _key(
         requests=requests,
         is_causal=causal,
         query_len=q_len,
+        rows_have_factors=rows_have_factors,
     )
     if max(key.num_places, topk * block_size) > _MOST_ROWS:
         raise ValueError(

@@ -33,7 +33,7 @@ class Text(str, enum.Enum):  # noqa: UP042 (whose str() is another text)
 
 
 VALUES = (
-    *(True, False, 0, 1, 2, 8, 16, 50, 0.5, math.e, "NHD", "HND", "lowest", "tokens"),
+    *(True, False, 0, 1, 2, 8, 16, 32, 50, 0.5, math.e, "NHD", "HND", "lowest", "tokens"),
     *("blocks", "slots", "positions", "float32", "none"),
     *((1, None), (3, 0), (2, -1)),
 )
@@ -89,9 +89,7 @@ def test_functions(operation: Operation, cupy: FakeCuPy, bindings: FakeBindings)
         found = check_option(option, call)
         # A factor needs a cache in FP8, a format one of its bytes, and groups go with no window.
         needs_bytes = isinstance(option, Factor) or option.name.endswith("cache_format")
-        # Factors of rows have a kernel for blocks of one size here.
-        is_fixed = option.name == "block_size" and "k_scale" in given
-        assert found or needs_bytes or is_fixed or "groups" in given
+        assert found or needs_bytes or "groups" in given
 
 
 @every_plan
