@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
     from cumla.launch.mha.append_kv_cache import Scale
     from cumla.launch.mha.launch import MHAArguments
+    from cumla.launch.tensor_map import TensorMap
 
 _FILE = "blocks/block_attention"
 _LOG2_E = log2(e)
@@ -69,7 +70,7 @@ def block_attention_launch(
     the values of struct ListsParams but for where pages are written. `factors` are those of keys
     and of values, (kv heads, rows of the cache).
     """
-    values = block_attention_values(key, arguments, lists, out, lse)
+    values = block_attention_values(key, arguments, lists, out, lse) | block_maps(key, arguments)
     for name, view in zip(("key_factors", "value_factors"), factors or (), strict=False):
         head, row = (stride // 4 for stride in view.strides)
         values[name] = {"data": view.ptr, "stride_head": head, "stride_row": row}
@@ -85,25 +86,18 @@ def block_attention_values(
     out: ArrayView,
     lse: ArrayView,
 ) -> dict[str, Any]:
-    """Name the values of struct BlockAttentionParams; see :func:`block_attention_launch`."""
+    """Name the values of struct BlockAttentionParams, without tensor maps.
+
+    See :func:`block_attention_launch`.
+    """
     a, table = arguments, arguments.pages
     assert table is not None
-    if 0 in a.k.shape:  # of which nothing is read, but maps need an address that exists
-        a = a._replace(k=a.k._replace(ptr=a.q.ptr), v=a.v._replace(ptr=a.q.ptr))
-    is_e4m3 = key.cache_dtype != key.dtype
-    rows = _CHUNKS[is_e4m3]
-    maps = {
-        f"{name}_map": paged_kv_map(
-            view.ptr, key.cache_dtype, tuple([max(n, 1) for n in view.shape]), view.strides, rows
-        )._replace(name=name[0])
-        for name, view in (("key", a.k), ("value", a.v))
-    }
     has_requests = len(a.q.shape) == 4
     apart = a.q.shape[1] if has_requests else 0
     return {
         **lists,
         "pages_out": 0,
-        **maps,
+        **dict.fromkeys(("key_map", "value_map"), bytes(128)),
         **_rows("q", a.q, has_requests),
         **_rows("out", out, has_requests),
         **{
@@ -123,6 +117,20 @@ def block_attention_values(
         "scale_log2": (a.softcap or a.softmax_scale) * _LOG2_E,
         "to_softcap": 2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
         "by_tokens_apart": divisor_of(apart or 1 << 31),
+    }
+
+
+def block_maps(key: BlockKey, arguments: MHAArguments) -> dict[str, TensorMap]:
+    """Name the tensor maps of struct BlockAttentionParams."""
+    k, v = arguments.k, arguments.v
+    if 0 in k.shape:  # of which nothing is read, but maps need an address that exists
+        k, v = (view._replace(ptr=arguments.q.ptr) for view in (k, v))
+    rows = _CHUNKS[key.cache_dtype != key.dtype]
+    return {
+        f"{name}_map": paged_kv_map(
+            view.ptr, key.cache_dtype, tuple([max(n, 1) for n in view.shape]), view.strides, rows
+        )._replace(name=name[0])
+        for name, view in (("key", k), ("value", v))
     }
 
 

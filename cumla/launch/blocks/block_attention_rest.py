@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cumla.launch.blocks.block_attention import block_attention_values
+from cumla.launch.blocks.block_attention import block_attention_values, block_maps
 from cumla.launch.blocks.choice import list_ctas
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import HALVES, KernelSpec
@@ -56,6 +56,7 @@ def block_attention_rest_launch(
     places, *_ = tile.layout.schedule_at(buffer)
     values = {
         **block_attention_values(key, arguments, lists, out, lse),
+        **block_maps(key, arguments),
         "cluster_log2": 0,
         "places": places,
         "counts": tile.counts_at(buffer),
