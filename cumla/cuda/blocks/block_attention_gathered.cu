@@ -6,7 +6,7 @@
 // grid = (CTAs of a cluster x lists), 128 threads. Heads are the M side of mma.sync products.
 //
 // Time line; B is a barrier of the CTA (__syncthreads), C one of the cluster:
-//   all threads | copy the query; read the list and order its blocks | B |
+//   all threads | read the list, and copy the query meanwhile; order the blocks | B |
 //   warp w      | every fourth chunk of the CTA: S = Q K' | softmax | O += P V | copy a later chunk to its place |
 //   all threads | leave sums | B | add up the warps, and store without a cluster | C | add up the CTAs, and store | C
 //
@@ -17,7 +17,7 @@
 //
 // Shared memory: of each warp 2 or 3 chunks of 8,192 to 16,384 B; query 4,096 to 8,192, list 2,048, statistics 1,280.
 //                Before the first chunks the bitmap of the list's blocks has their place.
-// Registers:     158 to 235, over e4m3 181 to 248, of 255; four or eight warps per SM
+// Registers:     156 to 246, over e4m3 180 to 240, of 255; four or eight warps per SM
 #include "blocks/block_attention/compute.cuh"
 #include "blocks/block_attention/finish.cuh"
 #include "blocks/block_attention_gathered/layout.cuh"
@@ -52,26 +52,23 @@ __device__ __forceinline__ void block_attention_gathered(const BlockAttentionGat
                 threadIdx.x * 16 * p.entries_stride_entry);
   grid_dependency_launch();
   grid_dependency_wait();
-  copy_query_rows_async(p, shared, token, head);
   auto& scratch = *reinterpret_cast<ListShared*>(shared_bytes);
-  const int tokens = load_gathered_list(p, shared, scratch, token, head);
+  int request;
+  const int tokens = load_gathered_list(p, shared, scratch, token, head, request);
   const Chunks chunks(p, tokens, Layout::kChunk, rank);
-#pragma unroll
-  for (int s = 0; s < kStages; ++s) {
-    const int chunk = chunks.first + warp + s * kWarps;
-    if (chunk < chunks.end) copy_rows_async(p, shared, shared.stage(warp, s), chunk, tokens);
-    copy_async_commit();
-  }
-  const int request = p.rows[token].request;
+  const float of_values = p.value_scale.of(request, head);
   DecodeAttender<T, kE4m3, Layout> attender(p);
   attender.begin(shared.query(), p.key_scale.of(request, head));
   int stage = 0;
+  // The first turns copy alone: one text for all copies, since instructions are cold.
 #pragma unroll 1
-  for (int chunk = chunks.first + warp; chunk < chunks.end; chunk += kWarps) {
-    copy_async_wait<kStages - 1>();  // the chunk's rows are there
-    __syncwarp();
-    attender.attend(shared.stage(warp, stage), min(tokens - chunk * Layout::kChunk, Layout::kChunk));
-    __syncwarp();
+  for (int chunk = chunks.first + warp - kStages * kWarps; chunk < chunks.end; chunk += kWarps) {
+    if (chunk >= chunks.first) {
+      copy_async_wait<kStages - 1>();  // the chunk's rows are there
+      __syncwarp();
+      attender.attend(shared.stage(warp, stage), min(tokens - chunk * Layout::kChunk, Layout::kChunk));
+      __syncwarp();
+    }
     const int later = chunk + kStages * kWarps;
     if (later < chunks.end) copy_rows_async(p, shared, shared.stage(warp, stage), later, tokens);
     copy_async_commit();
@@ -79,7 +76,6 @@ __device__ __forceinline__ void block_attention_gathered(const BlockAttentionGat
   }
   attender.leave(shared, warp);
   __syncthreads();
-  const float of_values = p.value_scale.of(request, head);
   add_warps<T>(p, shared, token, head, of_values, p.cluster > 1);
   if (p.cluster == 1) return;
   cluster_sync();

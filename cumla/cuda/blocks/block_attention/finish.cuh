@@ -90,7 +90,7 @@ __device__ __forceinline__ void add_warps(const BlockAttentionParams& p, const L
   float4 statistics[kWarps];
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) statistics[w] = load_shared_float4(shared.statistics(w, row));
-#pragma unroll
+#pragma unroll 1
   for (int first = 0; first < kAll; first += kEach) {
     const int from = quad + first * kLanes;
     float4 sums[kEach][kWarps], v[kEach];
@@ -119,16 +119,16 @@ __device__ __forceinline__ void add_warps(const BlockAttentionParams& p, const L
   }
 }
 
-// The same over the CTAs of a cluster, of which each has some rows: a warp adds up a row.
+// The same over the CTAs of a cluster, of which each has some rows: a warp adds up 128 columns.
 template <typename T, typename Layout>
 __device__ __forceinline__ void add_ctas(const BlockAttentionClusterParams& p, const Layout& shared, int token,
                                          int head, int rank, float of_values) {
-  constexpr int kWarps = Layout::kWarps, kMost = Layout::kMostCtas;
+  constexpr int kWarps = Layout::kWarps, kMost = Layout::kMostCtas, kParts = (Layout::kColumns + 127) / 128;
   const int ctas = p.cluster;
 #pragma unroll 1
-  for (int row = rank + threadIdx.x / 32 * ctas; row < p.heads_per_group; row += kWarps * ctas)
+  for (int row = rank + threadIdx.x / 32 / kParts * ctas; row < p.heads_per_group; row += kWarps / kParts * ctas)
 #pragma unroll
-    for (int column = threadIdx.x % 32 * 4; column < Layout::kColumns; column += 128) {
+    for (int column = threadIdx.x % (32 * kParts) * 4; column < Layout::kColumns; column += 128 * kParts) {
       float4 statistics[kMost], sums[kMost];
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {

@@ -28,31 +28,58 @@ __device__ __forceinline__ void copy_query_rows_async(const BlockAttentionParams
   copy_async_commit();
 }
 
+// A thread's entries of a list, and their pages: the loads of each kind are all on their way before one is waited for.
+// Signs are extended, and pages compared, behind the loads, since ptxas would wait for each load.
+struct GatheredEntries {
+  static constexpr int kEach = kGatherEntries / kListThreads;
+  u32 low[kEach], high[kEach];
+  Listed own[kEach];
+
+  __device__ __forceinline__ GatheredEntries(const ListsParams& p, int token, int head) {
+    const char* const entries = p.entries + token * p.entries_stride_token + head * p.entries_stride_head;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const char* const at = entries + min(place(i), p.topk - 1) * p.entries_stride_entry;
+      low[i] = *reinterpret_cast<const u32*>(at);
+      high[i] = p.entries_are_wide ? *reinterpret_cast<const u32*>(at + 4) : 0;
+    }
+  }
+  __device__ __forceinline__ static int place(int i) { return threadIdx.x + i * kListThreads; }
+
+  __device__ __forceinline__ void name(const ListsParams& p, const List& list) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const i64 entry = p.entries_are_wide ? static_cast<i64>(static_cast<u64>(high[i]) << 32 | low[i])
+                                           : static_cast<i32>(low[i]);
+      own[i].block = place(i) < list.count ? list.block_of(p, entry) : -1;
+      own[i].page = -1;
+      if (own[i].block >= 0) own[i].page = list.page_of(p, own[i].block);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (static_cast<u32>(own[i].page) >= static_cast<u32>(p.num_pages)) own[i].block = -1;
+  }
+};
+
 // Puts the pages of a list in ascending order of its blocks, each once, and returns their tokens. By all threads; the
 // last of its barriers makes the memory of the chunks free.
 template <typename Layout>
 __device__ __forceinline__ int load_gathered_list(const BlockAttentionGatheredParams& p, const Layout& shared,
-                                                  ListShared& scratch, int token, int head) {
-  constexpr int kThreads = 32 * Layout::kWarps, kEach = kGatherEntries / kThreads;
-  static_assert(kThreads == kListThreads, "they put blocks in order");
+                                                  ListShared& scratch, int token, int head, int& request) {
+  static_assert(32 * Layout::kWarps == kListThreads, "they put blocks in order");
+  GatheredEntries entries(p, token, head);
   const List list(p, token, head);
-  i64 entries[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int at = threadIdx.x + i * kThreads;
-    entries[i] = at < list.count ? list.entry_at(p, at) : -1;
-  }
-  Listed own[kEach];
+  request = list.request;
+  copy_query_rows_async(p, shared, token, head);
+  entries.name(p, list);
   bool has_last = false;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    own[i] = list.named(p, entries[i]);
-    has_last |= own[i].block >= 0 && own[i].block == list.blocks - 1;
-  }
+  for (const Listed& own : entries.own) has_last |= own.block >= 0 && own.block == list.blocks - 1;
   scratch.words[threadIdx.x] = 0;
   const auto for_each = [&](auto f) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) f(own[i]);
+    for (const Listed& own : entries.own) f(own);
   };
   const auto put = [&](const Listed& listed, int at) {
     store_shared_u32(shared.page(at), list.virtual_page(p, listed));
@@ -66,7 +93,7 @@ __device__ __forceinline__ int load_gathered_list(const BlockAttentionGatheredPa
 template <typename Layout>
 __device__ __forceinline__ void copy_rows_async(const BlockAttentionGatheredParams& p, const Layout& shared, u32 to,
                                                 int chunk, int tokens) {
-  constexpr int kOctets = Layout::kRow / 16, kAll = Layout::kChunk * kOctets;
+  constexpr int kOctets = Layout::kRow / 16, kSegment = kOctets % 8 == 0 ? 8 : 4;  // of a row, at once
   const int lane = threadIdx.x % 32, first = chunk * Layout::kChunk, last = max(tokens - 1 - first, 0);
   // Lane i has the place of row i.
   const int token = first + min(lane, last), block = quotient(token, p.by_block_size);
@@ -74,16 +101,18 @@ __device__ __forceinline__ void copy_rows_async(const BlockAttentionGatheredPara
   const i64 row = token - block * p.block_size;
   const i64 of_key = page * p.keys.stride_page + row * p.keys.stride_row;
   const i64 of_value = page * p.values.stride_page + row * p.values.stride_row;
+#pragma unroll 1
+  for (int own = lane / kSegment; own < Layout::kChunk; own += 32 / kSegment) {
+    const char* const key = p.keys.data + __shfl_sync(0xffffffffu, of_key, own);
+    const char* const value = p.values.data + __shfl_sync(0xffffffffu, of_value, own);
 #pragma unroll
-  for (int begin = 0; begin < kAll; begin += 32) {
-    const int i = begin + lane, own = i / kOctets, octet = i % kOctets;
-    const i64 from_key = __shfl_sync(0xffffffffu, of_key, own), from_value = __shfl_sync(0xffffffffu, of_value, own);
-    const int number = octet * 16 / Layout::kUnit;
-    const bool has_key = own <= last && number < p.key_columns, has_value = own <= last && number < p.value_columns;
-    const u32 place = to + Layout::place(own, octet);
-    copy_16_async(place, has_key ? p.keys.data + from_key + octet * 16 : p.keys.data, has_key);
-    copy_16_async(place + Layout::kKeyBytes, has_value ? p.values.data + from_value + octet * 16 : p.values.data,
-                  has_value);
+    for (int begin = 0; begin < kOctets; begin += kSegment) {
+      const int octet = begin + lane % kSegment, number = octet * 16 / Layout::kUnit;
+      const bool has_key = number < p.key_columns, has_value = number < p.value_columns;
+      const u32 place = to + Layout::place(own, octet);
+      copy_16_async(place, key + (has_key ? octet * 16 : 0), own <= last && has_key);
+      copy_16_async(place + Layout::kKeyBytes, value + (has_value ? octet * 16 : 0), own <= last && has_value);
+    }
   }
 }
 
