@@ -98,9 +98,10 @@ class Rules:
     # Thread blocks that may share a list of block_attention_gathered. With more of them than
     # multiprocessors, all take longer (block-gathered.json).
     gathered_clusters: tuple[int, ...] = (16, 8, 4, 3, 2, 1)
-    # Thread blocks of a list of 256 columns, up to which each has a multiprocessor and three chunks
-    # of a warp there, if multiprocessors suffice. Else two have one, with a chunk of a warp each.
-    alone: int = 2
+    # Share of multiprocessors that clusters of 8 and 16 may have, at most, for each thread block to
+    # have one, with three chunks of a warp there: not all parts of the GPU have places for more.
+    # Smaller clusters may have all. Else two thread blocks have one, with fewer chunks.
+    alone_fill: float = 0.5
     # Forms of block_attention_few: the first that suffices. Few lists of many thread blocks with a
     # chunk of 16 tokens each are fastest; clusters of 16 thread blocks are slower with 8 lists.
     few: tuple[FewForm, ...] = (
@@ -174,7 +175,8 @@ def gathered_cluster(lists: int, tokens: int, sm_count: int) -> int:
 
 def gathered_ctas(columns: int, lists: int, cluster: int, sm_count: int) -> int:
     """Choose the thread blocks of block_attention_gathered that a multiprocessor has at once."""
-    alone = columns > 192 and cluster <= RULES.alone and lists * cluster <= sm_count
+    fill = RULES.alone_fill if cluster >= 8 else 1
+    alone = columns >= 192 and lists * cluster <= fill * sm_count
     return 1 if alone else 2
 
 
