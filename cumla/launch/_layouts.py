@@ -33,12 +33,10 @@ CONSTANTS: dict[str, dict[str, int]] = {
     },
     "blocks/block_attention_gathered": {
         "GatherLayout<false, 128, 2>::kBytes": 105728,
-        "GatherLayout<false, 192, 1>::kBytes": 156928,
         "GatherLayout<false, 192, 2>::kBytes": 107776,
         "GatherLayout<false, 256, 1>::kBytes": 208128,
         "GatherLayout<false, 256, 2>::kBytes": 79104,
         "GatherLayout<true, 128, 2>::kBytes": 105728,
-        "GatherLayout<true, 192, 1>::kBytes": 156928,
         "GatherLayout<true, 192, 2>::kBytes": 107776,
         "GatherLayout<true, 256, 1>::kBytes": 208128,
         "GatherLayout<true, 256, 2>::kBytes": 81152,

@@ -35,7 +35,7 @@ def _spec(dtype: str, e4m3: bool, columns: int, ctas: int) -> KernelSpec:
     )
 
 
-_FORMS = (128, 2), (192, 1), (192, 2), (256, 1), (256, 2)  # columns, thread blocks on a multiprocessor
+_FORMS = (128, 2), (192, 2), (256, 1), (256, 2)  # columns, thread blocks on a multiprocessor
 _SPECS = {
     (dtype, e4m3, *form): _spec(dtype, e4m3, *form)
     for dtype, e4m3, form in product(HALVES, (False, True), _FORMS)

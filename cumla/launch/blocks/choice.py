@@ -96,12 +96,13 @@ class Rules:
     # longer runs of rows.
     gathered_tokens: int = 64
     # Thread blocks that may share a list of block_attention_gathered. With more of them than
-    # multiprocessors, all take longer (block-gathered.json).
+    # multiprocessors, all take longer; of 16 they may be a half at most (block-gathered.json).
     gathered_clusters: tuple[int, ...] = (16, 8, 4, 3, 2, 1)
-    # Share of multiprocessors that clusters of 8 and 16 may have, at most, for each thread block to
-    # have one, with three chunks of a warp there: not all parts of the GPU have places for more.
-    # Smaller clusters may have all. Else two thread blocks have one, with fewer chunks.
-    alone_fill: float = 0.5
+    # Thread blocks of a list of 256 columns, of which each has a multiprocessor and three chunks of
+    # a warp there, if multiprocessors suffice, or half of them for 8 and 16. Else two have one, with
+    # a chunk of a warp each (block-gathered.json).
+    alone: tuple[int, ...] = (1, 2, 8, 16)
+    large_fill: float = 0.5
     # Forms of block_attention_few: the first that suffices. Few lists of many thread blocks with a
     # chunk of 16 tokens each are fastest; clusters of 16 thread blocks are slower with 8 lists.
     few: tuple[FewForm, ...] = (
@@ -169,14 +170,16 @@ def list_ctas(warps: int) -> int:
 
 def gathered_cluster(lists: int, tokens: int, sm_count: int) -> int:
     """Choose the thread blocks that share a list of block_attention_gathered."""
-    most = min(tokens // RULES.least_tokens, sm_count // max(lists, 1))
-    return next(n for n in RULES.gathered_clusters if n <= max(most, 1))
+    most = max(min(tokens // RULES.least_tokens, sm_count // max(lists, 1)), 1)
+    first, *others = RULES.gathered_clusters
+    is_few = first <= most and lists * first <= RULES.large_fill * sm_count
+    return first if is_few else next(n for n in others if n <= most)
 
 
 def gathered_ctas(columns: int, lists: int, cluster: int, sm_count: int) -> int:
     """Choose the thread blocks of block_attention_gathered that a multiprocessor has at once."""
-    fill = RULES.alone_fill if cluster >= 8 else 1
-    alone = columns >= 192 and lists * cluster <= fill * sm_count
+    fill = 1 if cluster < 8 else RULES.large_fill
+    alone = columns > 192 and cluster in RULES.alone and lists * cluster <= fill * sm_count
     return 1 if alone else 2
 
 

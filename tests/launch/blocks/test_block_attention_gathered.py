@@ -65,12 +65,13 @@ def test_which_lists() -> None:
 
 def test_how_many_thread_blocks() -> None:
     """As many as multiprocessors at most; 256 columns have one alone if few share a list."""
-    lists = 1, 8, 9, 16, 32, 64, 128, 132, 133
+    lists = 1, 4, 5, 8, 9, 16, 32, 64, 128, 132, 133
     clusters = [gathered_cluster(n, 4096, 132) for n in lists]
-    assert clusters == [16, 16, 8, 8, 4, 2, 1, 1, 1]
+    assert clusters == [16, 16, 8, 8, 8, 8, 4, 2, 1, 1, 1]
     assert gathered_cluster(1, 100, 132) == 1
     assert [gathered_ctas(256, n, c, 132) for n, c in zip(lists, clusters, strict=True)] == [
-        *(2, 2, 2, 2, 2),
+        *(1, 1, 1, 1),
+        *(2, 2, 2),
         *(1, 1, 1, 2),
     ]
     assert gathered_ctas(192, 128, 1, 132) == 2

@@ -25,8 +25,8 @@ struct GatherLayout {
   static constexpr bool kFactors = false, kLoadsAhead = !kE4m3;
   static constexpr int kMostCtas = 16;          // of a cluster
   static constexpr int kColumns = kNumColumns;  // of keys and of values; those that an array lacks are zeros
-  // Chunks of a warp that are loaded ahead, where the multiprocessor has two CTAs as many as there is room for.
-  static constexpr int kWarps = 4, kStages = kNumCtas == 1 ? 3 : kColumns == 256 ? 1 : kColumns == 192 ? 2 : 3;
+  // Chunks of a warp that are loaded ahead; 256 columns leave room for one if the multiprocessor has two CTAs.
+  static constexpr int kWarps = 4, kStages = kColumns == 192 ? 2 : kColumns == 256 && kNumCtas == 2 ? 1 : 3;
   static constexpr int kUnit = kE4m3 ? 1 : 2, kRow = kColumns * kUnit;  // bytes of a number, of a row
   static constexpr int kChunk = kE4m3 ? 32 : 16;                        // tokens that a warp takes at once
   static constexpr int kKeyBytes = kChunk * kRow, kStageBytes = 2 * kKeyBytes;
