@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/blocks/block_scores_few.cu: scores of blocks for few query rows a request."""
+"""Launcher of block_scores_few.cu and block_scores_each.cu: scores for few query rows a request."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cumla.launch.blocks.choice import RULES
+from cumla.launch.blocks.choice import RULES, has_each
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec, in_cuda
@@ -39,13 +39,26 @@ def _spec(dtype: str) -> KernelSpec:
     )
 
 
+def _each_spec(dtype: str) -> KernelSpec:
+    kind, is_e4m3, _ = _FORMS[dtype]
+    return KernelSpec.of(
+        *("blocks", "block_scores_each", "BlockScoresFewParams", kind, is_e4m3, RULES.each_warps),
+        tags=["e4m3" if is_e4m3 else kind],
+        threads=32 * RULES.each_warps,
+    )
+
+
 _SPECS = {dtype: _spec(dtype) for dtype in _FORMS}
-SPECS = tuple(_SPECS.values())
+_EACH = {dtype: _each_spec(dtype) for dtype in _FORMS}
+SPECS = *_SPECS.values(), *_EACH.values()
 
 
 def scores_few_specs(dtype: str, columns: int) -> tuple[KernelSpec, ...]:
-    """Find the kernel of a dtype of keys, and their columns, if there is one."""
-    return (_SPECS["float8_e4m3fn" if dtype == "uint8" else dtype],) if columns == _COLUMNS else ()
+    """Find the kernels of a dtype of keys, and their columns, if there are any."""
+    if columns != _COLUMNS:
+        return ()
+    known = "float8_e4m3fn" if dtype == "uint8" else dtype
+    return _SPECS[known], _EACH[known]
 
 
 def has_few_rows(arguments: BlockScoresArguments) -> bool:
@@ -66,9 +79,11 @@ def block_scores_few_launch(
     """Describe how to score all blocks; `kv_lens` are the address of lengths, and their stride."""
     a = arguments
     batch, q_len, heads, _ = a.q.shape
-    (spec,) = scores_few_specs(a.q.dtype, a.q.shape[3])
+    shares, each = scores_few_specs(a.q.dtype, a.q.shape[3])
     in_page, steps = a.keys.shape[1] // a.block_size, -(-a.width // 32)
-    grid = min(sm_count_of(out.device), batch * a.width)
+    blocks, sm_count = batch * a.width, sm_count_of(out.device)
+    is_each = has_each(blocks, a.block_size, sm_count)
+    spec, grid = (each, blocks) if is_each else (shares, min(sm_count, blocks))
     values = {
         "kv_lens": kv_lens[0],
         "kv_lens_stride": kv_lens[1] // 4,

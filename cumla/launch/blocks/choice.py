@@ -15,6 +15,7 @@ __all__ = [
     "few_form",
     "gathered_cluster",
     "gathered_ctas",
+    "has_each",
     "is_whole",
     "list_ctas",
     "list_form",
@@ -145,6 +146,11 @@ class Rules:
     # Blocks of a warp of block_scores_few from which on half of the warps score all of them: memory
     # delivers fewer streams faster (block-prompts.json).
     many_blocks: int = 24
+    # Warps of block_scores_each, keys of a block at least, so that all warps have some, and blocks,
+    # visible or not, for each multiprocessor, at most.
+    each_warps: int = 8
+    each_keys: int = 128
+    each_blocks: int = 1
     # Threads of select_blocks that hold the candidates of a row: the fewest that can.
     select_threads: tuple[int, ...] = (128, 512)
 
@@ -215,6 +221,11 @@ def scores_ctas(is_e4m3: bool, columns: int) -> int:
     """Choose the thread blocks of block_scores that a multiprocessor has at once."""
     has_more = is_e4m3 and columns <= RULES.e4m3_scores_columns
     return RULES.e4m3_scores_ctas if has_more else RULES.scores_ctas
+
+
+def has_each(blocks: int, block_size: int, sm_count: int) -> bool:
+    """Whether each block, visible or not, has a thread block of block_scores_each."""
+    return block_size >= RULES.each_keys and blocks <= RULES.each_blocks * sm_count
 
 
 def warp_blocks(width: int, block_size: int, tiles: int, warps: int, at_once: int) -> int:
