@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of block_scores_few.cu and block_scores_each.cu: scores for few query rows a request."""
+"""Launcher of cuda/blocks/block_scores_few.cu: scores of blocks for few query rows a request."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cumla.launch.blocks.block_scores_each import EACH
 from cumla.launch.blocks.choice import RULES, has_each
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
@@ -39,18 +40,8 @@ def _spec(dtype: str) -> KernelSpec:
     )
 
 
-def _each_spec(dtype: str) -> KernelSpec:
-    kind, is_e4m3, _ = _FORMS[dtype]
-    return KernelSpec.of(
-        *("blocks", "block_scores_each", "BlockScoresFewParams", kind, is_e4m3, RULES.each_warps),
-        tags=["e4m3" if is_e4m3 else kind],
-        threads=32 * RULES.each_warps,
-    )
-
-
 _SPECS = {dtype: _spec(dtype) for dtype in _FORMS}
-_EACH = {dtype: _each_spec(dtype) for dtype in _FORMS}
-SPECS = *_SPECS.values(), *_EACH.values()
+SPECS = tuple(_SPECS.values())
 
 
 def scores_few_specs(dtype: str, columns: int) -> tuple[KernelSpec, ...]:
@@ -58,7 +49,7 @@ def scores_few_specs(dtype: str, columns: int) -> tuple[KernelSpec, ...]:
     if columns != _COLUMNS:
         return ()
     known = "float8_e4m3fn" if dtype == "uint8" else dtype
-    return _SPECS[known], _EACH[known]
+    return _SPECS[known], EACH[known]
 
 
 def has_few_rows(arguments: BlockScoresArguments) -> bool:

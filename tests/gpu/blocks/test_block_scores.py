@@ -27,6 +27,7 @@ from tests.gpu.tools.memory import Memory
 
 KERNELS = (
     "block_scores",
+    "block_scores_each",
     "block_scores_few",
     "block_scores_pooled",
     "block_scores_sums",
