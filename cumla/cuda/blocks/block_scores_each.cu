@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of blocks, as block_scores_few.cu, a CTA for each block: no warp looks for its share. Keys go from memory
-// to registers.
+// Scores of blocks, as block_scores_few.cu, a few consecutive blocks of a request for each CTA: no warp looks for its
+// share. Keys go from memory to registers.
 //
-// grid = requests x blocks, visible or not, of kWarps warps. A warp has 16 keys at once.
+// grid = requests x parts of their blocks, visible or not, of kWarps warps. A warp has 16 keys at once. Other CTAs of
+// the multiprocessor load meanwhile.
 //
 // Roles and time line:
-//   all      page, length, query rows | for each 16 keys of the warp: load, products, maxima | maxima over lanes | B
-//   a thread for each query row: maximum over warps, store
-// Barriers: one __syncthreads, B, guards the maxima of warps. There are no mbarriers.
-// Registers: 72, of e4m3 60
+//   all      length, page, query rows | for each block: the next page; for each 16 keys of the warp: load, products,
+//            maxima | maxima over lanes | B | a thread for each query row: maximum over warps, store
+//   all      -infinity to blocks that are not visible
+// Barriers: one __syncthreads a block, B, guards the maxima of warps, which have two places in turn. There are no
+// mbarriers.
+// Registers: 64, of e4m3 64
 #include "blocks/block_scores_few/layout.cuh"
 #include "blocks/block_scores_few/score.cuh"
 #include "blocks/block_scores_few/share.cuh"
@@ -47,44 +50,69 @@ __device__ __forceinline__ void score_keys(FewScorer<T, Layout>& scorer, const c
   }
 }
 
+struct BlockScoresEachParams : BlockScoresFewParams {
+  int parts, part_blocks;  // of a request; of a part
+  Divisor by_parts;
+};
+
+// The page of a block, which may lie behind the request's last one.
+__device__ __forceinline__ int page_of(const BlockScoresFewParams& p, const int* pages, int block) {
+  return block < p.width ? pages[quotient(block, p.by_blocks_per_page)] : -1;
+}
+
 template <typename T, bool kE4m3, int kWarps>
-__device__ __forceinline__ void block_scores_each(const BlockScoresFewParams& p) {
+__device__ __forceinline__ void block_scores_each(const BlockScoresEachParams& p) {
   using Layout = ScoresFewLayout<kE4m3, kWarps, 16, 1>;
-  __shared__ float most[kWarps][kFewScoreRows];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __shared__ float most[2][kWarps][kFewScoreRows];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = threadIdx.x;
   const Layout shared = {0, 0};  // there are no rings
   FewScorer<T, Layout> scorer(p, shared);
-  scorer.request = quotient(blockIdx.x, p.by_width);
-  scorer.block = blockIdx.x - scorer.request * p.width;
-  const int in_page = scorer.block - quotient(scorer.block, p.by_blocks_per_page) * p.blocks_per_page;
+  scorer.request = quotient(blockIdx.x, p.by_parts);
+  const int begin = (blockIdx.x - scorer.request * p.parts) * p.part_blocks;
+  const int end = min(begin + p.part_blocks, p.width);
   grid_dependency_launch();
   grid_dependency_wait();
-  const int page =
-      p.block_table[scorer.request * p.block_table_stride + quotient(scorer.block, p.by_blocks_per_page)];
+  const int* const pages = p.block_table + scorer.request * p.block_table_stride;
+  int page = page_of(p, pages, begin);
   const int length = p.kv_lens[scorer.request * p.kv_lens_stride];
   __syncwarp();  // none of these loads waits for another
   scorer.load_query();
   scorer.tokens = tokens_in(p, length);
-  const bool exists = static_cast<u32>(page) < static_cast<u32>(p.num_pages);
-  scorer.keys = exists ? min(p.block_size, scorer.tokens - scorer.block * p.block_size) : 0;
-  const char* const base = p.keys + page * p.keys_stride_page + in_page * p.block_size * p.keys_stride_row;
+  const int visible = min(end, blocks_of(p, scorer.tokens));
+  float* const out = p.out + scorer.request * p.out_stride_request;
 #pragma unroll 1
-  for (scorer.from = warp * 16; scorer.from < scorer.keys; scorer.from += kWarps * 16)
-    score_keys<T>(scorer, base, p.keys_stride_row);
+  for (scorer.block = begin; scorer.block < visible; ++scorer.block) {
+    const int block = scorer.block, next = page_of(p, pages, block + 1);
+    const bool exists = static_cast<u32>(page) < static_cast<u32>(p.num_pages);
+    scorer.keys = exists ? min(p.block_size, scorer.tokens - block * p.block_size) : 0;
+    const int in_page = block - quotient(block, p.by_blocks_per_page) * p.blocks_per_page;
+    const char* const base = p.keys + page * p.keys_stride_page + in_page * p.block_size * p.keys_stride_row;
+    float(&maxima)[kWarps][kFewScoreRows] = most[block - begin & 1];
+#pragma unroll 1
+    for (scorer.from = warp * 16; scorer.from < scorer.keys; scorer.from += kWarps * 16)
+      score_keys<T>(scorer, base, p.keys_stride_row);
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < 2; ++j) {
 #pragma unroll
-    for (int apart = 4; apart < 32; apart *= 2)
-      scorer.most[j] = scorer.larger(scorer.most[j], __shfl_xor_sync(0xffffffffu, scorer.most[j], apart));
-    if (lane < 4) most[warp][lane * 2 + j] = scorer.most[j];
+      for (int apart = 4; apart < 32; apart *= 2)
+        scorer.most[j] = scorer.larger(scorer.most[j], __shfl_xor_sync(0xffffffffu, scorer.most[j], apart));
+      if (lane < 4) maxima[warp][lane * 2 + j] = scorer.most[j];
+      scorer.most[j] = -kInfinity;
+    }
+    __syncthreads();
+    if (row < p.rows) {
+      float value = maxima[0][row];
+#pragma unroll
+      for (int i = 1; i < kWarps; ++i) value = scorer.larger(value, maxima[i][row]);
+      out[offset_of_row(p, row) + block] = value;
+    }
+    page = next;
   }
-  __syncthreads();
-  const int row = threadIdx.x;
-  if (row >= p.rows) return;
-  float value = most[0][row];
-#pragma unroll
-  for (int i = 1; i < kWarps; ++i) value = scorer.larger(value, most[i][row]);
-  p.out[scorer.request * p.out_stride_request + offset_of_row(p, row) + scorer.block] = value;
+#pragma unroll 1
+  for (int i = 0; i < p.rows; ++i)
+#pragma unroll 1
+    for (int block = max(begin, visible) + threadIdx.x; block < end; block += kWarps * 32)
+      out[offset_of_row(p, i) + block] = -kInfinity;
 }
 
 }  // namespace cumla::blocks

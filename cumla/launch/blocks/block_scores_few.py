@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cumla.launch.blocks.block_scores_each import EACH
-from cumla.launch.blocks.choice import RULES, has_each
+from cumla.launch.blocks.choice import RULES, each_form
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec, in_cuda
@@ -46,10 +46,14 @@ SPECS = tuple(_SPECS.values())
 
 def scores_few_specs(dtype: str, columns: int) -> tuple[KernelSpec, ...]:
     """Find the kernels of a dtype of keys, and their columns, if there are any."""
-    if columns != _COLUMNS:
-        return ()
+    warps = (0, *(warps for warps, _ in RULES.each_forms))
+    return tuple(few_spec(dtype, w) for w in warps) if columns == _COLUMNS else ()
+
+
+def few_spec(dtype: str, each_warps: int) -> KernelSpec:
+    """Find the kernel of a dtype of keys: block_scores_each with so many warps, unless 0."""
     known = "float8_e4m3fn" if dtype == "uint8" else dtype
-    return _SPECS[known], EACH[known]
+    return EACH[known, each_warps] if each_warps else _SPECS[known]
 
 
 def has_few_rows(arguments: BlockScoresArguments) -> bool:
@@ -70,11 +74,12 @@ def block_scores_few_launch(
     """Describe how to score all blocks; `kv_lens` are the address of lengths, and their stride."""
     a = arguments
     batch, q_len, heads, _ = a.q.shape
-    shares, each = scores_few_specs(a.q.dtype, a.q.shape[3])
     in_page, steps = a.keys.shape[1] // a.block_size, -(-a.width // 32)
     blocks, sm_count = batch * a.width, sm_count_of(out.device)
-    is_each = has_each(blocks, a.block_size, sm_count)
-    spec, grid = (each, blocks) if is_each else (shares, min(sm_count, blocks))
+    is_each = a.block_size >= RULES.each_keys and blocks > 0
+    warps, part_blocks = each_form(blocks, a.width, sm_count) if is_each else (0, 0)
+    spec = few_spec(a.q.dtype, warps)
+    grid = batch * -(-a.width // part_blocks) if is_each else min(sm_count, blocks)
     values = {
         "kv_lens": kv_lens[0],
         "kv_lens_stride": kv_lens[1] // 4,
@@ -112,4 +117,7 @@ def block_scores_few_launch(
         "many": RULES.many_blocks,
         "is_single": batch * a.width <= grid * spec.threads // 32,
     }
+    if is_each:
+        parts = grid // batch
+        values |= {"parts": parts, "part_blocks": part_blocks, "by_parts": divisor_of(parts)}
     return launch_of(spec, (grid, 1, 1), values)

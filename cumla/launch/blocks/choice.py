@@ -12,10 +12,10 @@ __all__ = [
     "FewForm",
     "ListForm",
     "Rules",
+    "each_form",
     "few_form",
     "gathered_cluster",
     "gathered_ctas",
-    "has_each",
     "is_whole",
     "list_ctas",
     "list_form",
@@ -146,11 +146,13 @@ class Rules:
     # Blocks of a warp of block_scores_few from which on half of the warps score all of them: memory
     # delivers fewer streams faster (block-prompts.json).
     many_blocks: int = 24
-    # Warps of block_scores_each, keys of a block at least, so that all warps have some, and blocks,
-    # visible or not, for each multiprocessor, at most.
-    each_warps: int = 8
+    # Forms of block_scores_each: warps, and thread blocks on a multiprocessor, at least. The first
+    # is for no more blocks than multiprocessors.
+    each_forms: tuple[tuple[int, int], tuple[int, int]] = (8, 2), (4, 8)
+    # Keys of a block for block_scores_each, at least, so that all warps have some, and thread
+    # blocks for each multiprocessor, at most: those without visible blocks cost a turn of launches.
     each_keys: int = 128
-    each_blocks: int = 1
+    each_parts: int = 32
     # Threads of select_blocks that hold the candidates of a row: the fewest that can.
     select_threads: tuple[int, ...] = (128, 512)
 
@@ -223,9 +225,13 @@ def scores_ctas(is_e4m3: bool, columns: int) -> int:
     return RULES.e4m3_scores_ctas if has_more else RULES.scores_ctas
 
 
-def has_each(blocks: int, block_size: int, sm_count: int) -> bool:
-    """Whether each block, visible or not, has a thread block of block_scores_each."""
-    return block_size >= RULES.each_keys and blocks <= RULES.each_blocks * sm_count
+def each_form(blocks: int, width: int, sm_count: int) -> tuple[int, int]:
+    """Choose the warps of block_scores_each, and the blocks of a request for each thread block.
+
+    `blocks` are those of all requests, visible or not, and `width` those of each.
+    """
+    warps, _ = RULES.each_forms[blocks > sm_count]
+    return warps, min(-(-blocks // (RULES.each_parts * sm_count)), width)
 
 
 def warp_blocks(width: int, block_size: int, tiles: int, warps: int, at_once: int) -> int:

@@ -16,13 +16,15 @@ from tests.emulator import emulated_gpu
 from tests.selection import some
 
 
-def run(case: Scores, each_blocks: int, entry: str) -> bytes:
+def run(case: Scores, each_keys: int, entry: str, parts: int = 32, sm_count: int = 132) -> bytes:
     """Check a call that this kernel serves; the bits of its result."""
-    rules = replace(choice.RULES, each_keys=16, each_blocks=each_blocks)
+    rules = replace(choice.RULES, each_keys=each_keys, each_parts=parts)
     made = block_scores_few.launch_of
     with (
         emulated_gpu() as cupy,
         mock.patch.object(choice, "RULES", rules),
+        mock.patch.object(block_scores_few, "RULES", rules),
+        mock.patch.object(block_scores_few, "sm_count_of", return_value=sm_count),
         mock.patch.object(block_scores_few, "launch_of", side_effect=made) as launched,
     ):
         there = {name: cupy.like(value) for name, value in case.given.items()}
@@ -34,14 +36,20 @@ def run(case: Scores, each_blocks: int, entry: str) -> bytes:
 
 @pytest.mark.parametrize("seed", some(list(range(40)), 8))
 def test_scores(seed: int) -> None:
+    """With as many blocks of a thread block as there may be, and with one."""
     case = few_case(seed)
-    each = run(case, 1 << 20, "block_scores_each")
-    assert each == run(case, 0, "block_scores_few")
+    few = run(case, 1 << 20, "block_scores_few")
+    for parts, sm_count in ((32, 132), (1, 1), (2, 3)):
+        assert run(case, 16, "block_scores_each", parts, sm_count) == few
 
 
 @pytest.mark.parametrize(
-    ("blocks", "block_size", "is_each"),
-    [(1, 128, True), (132, 128, True), (133, 128, False), (64, 112, False)],
+    ("blocks", "width", "form"),
+    [(1, 1, (8, 1)), (132, 66, (8, 1)), (133, 133, (4, 1)), (4224, 64, (4, 1)), (4225, 65, (4, 2))],
 )
-def test_calls(blocks: int, block_size: int, is_each: bool) -> None:
-    assert choice.has_each(blocks, block_size, 132) is is_each
+def test_forms(blocks: int, width: int, form: tuple[int, int]) -> None:
+    assert choice.each_form(blocks, width, 132) == form
+
+
+def test_short_blocks_are_not_served() -> None:
+    run(few_case(0), few_case(0).given["block_size"] + 1, "block_scores_few")
