@@ -6,7 +6,8 @@
 //
 // few candidates: grid = (rows), 128 or 512 threads. A CTA has a row, and a thread eight of its candidates: a warp with
 // more of them would have longer code, and code that runs for the first time is slow.
-//   all      load scores, and how many blocks are visible | B | the k-th largest key, a bit at a time: count, B, add up
+//   all      load scores, and how many blocks are visible | B | the largest key, B | the k-th largest key, a bit at a
+//            time: count, B, add up
 //            | count what is selected | B | store
 // around top_k: grid = (rows / 4), 128 threads. A warp has a row.
 //   before   store begin and number of candidates
@@ -151,19 +152,34 @@ struct KeysOfRow {
     __syncthreads();
     return __reduce_add_sync(0xffffffffu, lane < kWarps ? sums[lane] : 0);
   }
+  // The largest key of all threads.
+  __device__ __forceinline__ u32 largest(int* of_warps) const {
+    const int lane = threadIdx.x % 32;
+    u32 value = 0;
+#pragma unroll
+    for (int j = 0; j < kKeysOfThread; ++j) value = max(value, keys[j]);
+    value = __reduce_max_sync(0xffffffffu, value);
+    if (lane == 0) of_warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    return __reduce_max_sync(0xffffffffu, lane < kWarps ? static_cast<u32>(of_warps[lane]) : 0);
+  }
   __device__ __forceinline__ int at_least(u32 key) const {
     int count = 0;
 #pragma unroll
     for (int j = 0; j < kKeysOfThread; ++j) count += keys[j] >= key;
     return count;
   }
-  // The largest number that at least `most` of more keys reach.
+  // The largest number that at least `most` of more keys reach. Numbers that no key reaches take no turn.
   __device__ __forceinline__ u32 threshold(int most, int (&sums)[2][kWarps]) const {
+    const u32 last = largest(sums[0]);
     u32 least = 0;
+    int turn = 0;
 #pragma unroll 1
     for (int bit = 31; bit >= 0; --bit) {
       const u32 next = least | 1u << bit;
-      const int count = sum(at_least(next), sums[bit & 1]);
+      if (next > last) continue;
+      turn ^= 1;
+      const int count = sum(at_least(next), sums[turn]);
       if (count >= most) least = next;
       if (count == most) break;  // which are then those to select
     }
