@@ -960,12 +960,6 @@ STRUCTS: dict[str, dict[str, str]] = {
         "most": "i",
         "block_size": "i",
     },
-    "BlockScoresEachParams": {
-        "": "BlockScoresFewParams",
-        "parts": "i",
-        "part_blocks": "i",
-        "by_parts": "Divisor",
-    },
     "BlockScoresFewParams": {
         "kv_lens": "q",
         "kv_lens_stride": "q",

@@ -4,19 +4,24 @@
 from __future__ import annotations
 
 from cumla.launch.blocks.block_scores import FORMS
-from cumla.launch.blocks.choice import RULES
+from cumla.launch.blocks.choice import EachForm, each_forms
 from cumla.launch.source import KernelSpec
 
 
-def _spec(dtype: str, warps: int, ctas: int) -> KernelSpec:
+def _spec(dtype: str, form: EachForm) -> KernelSpec:
     kind, is_e4m3 = FORMS[dtype]
     return KernelSpec.of(
-        *("blocks", "block_scores_each", "BlockScoresEachParams", kind, is_e4m3, warps),
-        tags=["e4m3" if is_e4m3 else kind, str(warps)],
-        threads=32 * warps,
-        min_blocks=ctas,
+        *("blocks", "block_scores_each", "BlockScoresFewParams", kind, is_e4m3),
+        *(form.warps, form.has_shares),
+        tags=["e4m3" if is_e4m3 else kind, form.tag],
+        threads=32 * form.warps,
+        min_blocks=form.ctas,
     )
 
 
-EACH = {(dtype, form[0]): _spec(dtype, *form) for dtype in FORMS for form in RULES.each_forms}
+EACH = {
+    (dtype, form.tag): _spec(dtype, form)
+    for dtype, (_, is_e4m3) in FORMS.items()
+    for form in each_forms(is_e4m3)
+}
 SPECS = tuple(EACH.values())

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cumla.launch.blocks.block_scores import FORMS, known_dtype
 from cumla.launch.blocks.block_scores_each import EACH
-from cumla.launch.blocks.choice import RULES, each_form
+from cumla.launch.blocks.choice import RULES, EachForm, each_form, each_forms
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec, in_cuda
@@ -46,14 +47,15 @@ SPECS = tuple(_SPECS.values())
 
 def scores_few_specs(dtype: str, columns: int) -> tuple[KernelSpec, ...]:
     """Find the kernels of a dtype of keys, and their columns, if there are any."""
-    warps = (0, *(warps for warps, _ in RULES.each_forms))
-    return tuple(few_spec(dtype, w) for w in warps) if columns == _COLUMNS else ()
+    if columns != _COLUMNS:
+        return ()
+    forms = each_forms(FORMS[known_dtype(dtype)][1])
+    return tuple(_few_spec(dtype, form) for form in (None, *forms))
 
 
-def few_spec(dtype: str, each_warps: int) -> KernelSpec:
-    """Find the kernel of a dtype of keys: block_scores_each with so many warps, unless 0."""
-    known = "float8_e4m3fn" if dtype == "uint8" else dtype
-    return EACH[known, each_warps] if each_warps else _SPECS[known]
+def _few_spec(dtype: str, each: EachForm | None) -> KernelSpec:
+    known = known_dtype(dtype)
+    return _SPECS[known] if each is None else EACH[known, each.tag]
 
 
 def has_few_rows(arguments: BlockScoresArguments) -> bool:
@@ -76,10 +78,13 @@ def block_scores_few_launch(
     batch, q_len, heads, _ = a.q.shape
     in_page, steps = a.keys.shape[1] // a.block_size, -(-a.width // 32)
     blocks, sm_count = batch * a.width, sm_count_of(out.device)
-    is_each = a.block_size >= RULES.each_keys and blocks > 0
-    warps, part_blocks = each_form(blocks, a.width, sm_count) if is_each else (0, 0)
-    spec = few_spec(a.q.dtype, warps)
-    grid = batch * -(-a.width // part_blocks) if is_each else min(sm_count, blocks)
+    is_e4m3 = FORMS[known_dtype(a.q.dtype)][1]
+    each = each_form(is_e4m3, blocks, a.block_size, sm_count)
+    spec = _few_spec(a.q.dtype, each)
+    warps = spec.threads // 32
+    grid, sharers = min(sm_count, blocks), warps
+    if each is not None:
+        grid, sharers = min(each.ctas * sm_count, blocks) if each.has_shares else blocks, 1
     values = {
         "kv_lens": kv_lens[0],
         "kv_lens_stride": kv_lens[1] // 4,
@@ -108,16 +113,13 @@ def block_scores_few_launch(
         "block_size": a.block_size,
         "blocks_per_page": in_page,
         "causal": a.causal,
-        "by_warps": divisor_of(grid * spec.threads // 32),
+        "by_warps": divisor_of(max(grid * sharers, 1)),
         "by_steps": divisor_of(max(steps, 1)),
         "by_heads": divisor_of(heads),
         "by_block_size": divisor_of(a.block_size),
         "by_blocks_per_page": divisor_of(in_page),
         "by_width": divisor_of(max(a.width, 1)),
-        "many": RULES.many_blocks,
-        "is_single": batch * a.width <= grid * spec.threads // 32,
+        "many": RULES.many_blocks if each is None else _MOST_TOKENS,
+        "is_single": blocks <= grid * warps,
     }
-    if is_each:
-        parts = grid // batch
-        values |= {"parts": parts, "part_blocks": part_blocks, "by_parts": divisor_of(parts)}
     return launch_of(spec, (grid, 1, 1), values)

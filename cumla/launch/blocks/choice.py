@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 __all__ = [
     "RULES",
+    "EachForm",
     "FewForm",
     "ListForm",
     "Rules",
     "each_form",
+    "each_forms",
     "few_form",
     "gathered_cluster",
     "gathered_ctas",
@@ -24,6 +26,20 @@ __all__ = [
     "select_threads",
     "warp_blocks",
 ]
+
+
+class EachForm(NamedTuple):
+    """A form of block_scores_each."""
+
+    warps: int  # of a thread block
+    ctas: int  # thread blocks on a multiprocessor, at least
+    blocks: float  # of all requests, visible or not, for each multiprocessor, at most
+    has_shares: bool = False  # thread blocks divide all visible blocks
+
+    @property
+    def tag(self) -> str:
+        """What names the form in entry points."""
+        return "shares" if self.has_shares else str(self.warps)
 
 
 class FewForm(NamedTuple):
@@ -146,13 +162,16 @@ class Rules:
     # Blocks of a warp of block_scores_few from which on half of the warps score all of them: memory
     # delivers fewer streams faster (block-prompts.json).
     many_blocks: int = 24
-    # Forms of block_scores_each: warps, and thread blocks on a multiprocessor, at least. The first
-    # is for no more blocks than multiprocessors.
-    each_forms: tuple[tuple[int, int], tuple[int, int]] = (8, 2), (4, 8)
-    # Keys of a block for block_scores_each, at least, so that all warps have some, and thread
-    # blocks for each multiprocessor, at most: those without visible blocks cost a turn of launches.
+    # Forms of block_scores_each, the first that serves: for so many blocks of all requests, visible
+    # or not, a multiprocessor. More have shares of the visible ones (block-prompts.json).
+    each: tuple[EachForm, ...] = EachForm(8, 1, 1), EachForm(4, 6, inf, has_shares=True)
+    each_e4m3: tuple[EachForm, ...] = (
+        EachForm(8, 1, 1),
+        EachForm(4, 8, 8),
+        EachForm(4, 7, inf, has_shares=True),
+    )
+    # Keys of a block for block_scores_each, at least, so that all warps have some.
     each_keys: int = 128
-    each_parts: int = 32
     # Threads of select_blocks that hold the candidates of a row: the fewest that can.
     select_threads: tuple[int, ...] = (128, 512)
 
@@ -225,13 +244,16 @@ def scores_ctas(is_e4m3: bool, columns: int) -> int:
     return RULES.e4m3_scores_ctas if has_more else RULES.scores_ctas
 
 
-def each_form(blocks: int, width: int, sm_count: int) -> tuple[int, int]:
-    """Choose the warps of block_scores_each, and the blocks of a request for each thread block.
+def each_forms(is_e4m3: bool) -> tuple[EachForm, ...]:
+    """List the forms of block_scores_each."""
+    return RULES.each_e4m3 if is_e4m3 else RULES.each
 
-    `blocks` are those of all requests, visible or not, and `width` those of each.
-    """
-    warps, _ = RULES.each_forms[blocks > sm_count]
-    return warps, min(-(-blocks // (RULES.each_parts * sm_count)), width)
+
+def each_form(is_e4m3: bool, blocks: int, block_size: int, sm_count: int) -> EachForm | None:
+    """Choose the form for so many blocks, visible or not; None: block_scores_few is to serve."""
+    if block_size < RULES.each_keys:
+        return None
+    return next((f for f in each_forms(is_e4m3) if blocks <= f.blocks * sm_count), None)
 
 
 def warp_blocks(width: int, block_size: int, tiles: int, warps: int, at_once: int) -> int:
