@@ -366,6 +366,16 @@ def scored_blocks_of_few() -> Arguments:
     }
 
 
+def scored_few_blocks() -> Arguments:
+    return {
+        "q": numbers(2, 1, 4, 128),
+        "keys": numbers(3, 128, 128),
+        "block_size": 128,
+        "kv_lens": int32(5, 190),
+        "block_table": int32([0, 1], [2, 1]),
+    }
+
+
 def scored_sums() -> Arguments:
     """Pooled keys of eight tokens, and two lists of each query token."""
     return {
@@ -709,6 +719,14 @@ OPERATIONS = {
         scored_blocks_of_few,
         lambda: {"out": aligned((2, 4, 6), np.float32)},
         ("block_scores_few_bfloat16",),
+        integers=("kv_lens",),
+        empty=(("q", "block_table", "kv_lens"),),
+    ),
+    "block_scores of few blocks": Operation(
+        cumla.block_scores,
+        scored_few_blocks,
+        lambda: {"out": aligned((2, 4, 2), np.float32)},
+        ("block_scores_each_bfloat16_8",),
         integers=("kv_lens",),
         empty=(("q", "block_table", "kv_lens"),),
     ),

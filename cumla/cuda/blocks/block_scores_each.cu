@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of blocks, as block_scores_few.cu, but a CTA scores a whole block at a time: memory delivers few long runs
-// faster. Keys go from memory to registers.
+// Scores of blocks, as block_scores_few.cu, for few blocks: a CTA for each, so no warp looks for its share. Keys go from
+// memory to registers.
 //
-// grid: requests x blocks, visible or not, one of each CTA of kWarps warps; or, with kShares, CTAs that divide the
-// sequence of visible blocks. A warp has 16 keys at once. Other CTAs of the multiprocessor load meanwhile.
+// grid = requests x blocks, visible or not, of kWarps warps. A warp has 16 keys at once.
 //
 // Roles and time line:
-//   all      page, length, query rows; with kShares the CTA's share | for each block: with kShares the next page; for each
-//            16 keys of the warp: load, products, maxima | maxima over lanes | B | a thread for each query row: maximum
-//            over warps, store
-// Barriers: one __syncthreads a block, B, guards the maxima of warps, which have two places in turn. There are no
-// mbarriers.
-// Registers: 72, of e4m3 60; with kShares 80, of e4m3 72
+//   all      page, length, query rows | for each 16 keys of the warp: load, products, maxima | maxima over lanes | B
+//   a thread for each query row: maximum over warps, store
+// Barriers: one __syncthreads, B, guards the maxima of warps. There are no mbarriers.
+// Registers: 72, of e4m3 60
 #include "blocks/block_scores_few/layout.cuh"
 #include "blocks/block_scores_few/score.cuh"
 #include "blocks/block_scores_few/share.cuh"
@@ -50,14 +47,26 @@ __device__ __forceinline__ void score_keys(FewScorer<T, Layout>& scorer, const c
   }
 }
 
-// A block of a CTA: its keys, and the maxima of query rows.
-template <typename T, typename Layout, int kWarps>
-__device__ __forceinline__ void score_block(FewScorer<T, Layout>& scorer, int page, float (&most)[kWarps][kFewScoreRows]) {
-  const BlockScoresFewParams& p = scorer.p;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = threadIdx.x;
+template <typename T, bool kE4m3, int kWarps>
+__device__ __forceinline__ void block_scores_each(const BlockScoresFewParams& p) {
+  using Layout = ScoresFewLayout<kE4m3, kWarps, 16, 1>;
+  __shared__ float most[kWarps][kFewScoreRows];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Layout shared = {0, 0};  // there are no rings
+  FewScorer<T, Layout> scorer(p, shared);
+  scorer.request = quotient(blockIdx.x, p.by_width);
+  scorer.block = blockIdx.x - scorer.request * p.width;
+  const int in_page = scorer.block - quotient(scorer.block, p.by_blocks_per_page) * p.blocks_per_page;
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int page =
+      p.block_table[scorer.request * p.block_table_stride + quotient(scorer.block, p.by_blocks_per_page)];
+  const int length = p.kv_lens[scorer.request * p.kv_lens_stride];
+  __syncwarp();  // none of these loads waits for another
+  scorer.load_query();
+  scorer.tokens = tokens_in(p, length);
   const bool exists = static_cast<u32>(page) < static_cast<u32>(p.num_pages);
   scorer.keys = exists ? min(p.block_size, scorer.tokens - scorer.block * p.block_size) : 0;
-  const int in_page = scorer.block - quotient(scorer.block, p.by_blocks_per_page) * p.blocks_per_page;
   const char* const base = p.keys + page * p.keys_stride_page + in_page * p.block_size * p.keys_stride_row;
 #pragma unroll 1
   for (scorer.from = warp * 16; scorer.from < scorer.keys; scorer.from += kWarps * 16)
@@ -68,67 +77,14 @@ __device__ __forceinline__ void score_block(FewScorer<T, Layout>& scorer, int pa
     for (int apart = 4; apart < 32; apart *= 2)
       scorer.most[j] = scorer.larger(scorer.most[j], __shfl_xor_sync(0xffffffffu, scorer.most[j], apart));
     if (lane < 4) most[warp][lane * 2 + j] = scorer.most[j];
-    scorer.most[j] = -kInfinity;
   }
   __syncthreads();
+  const int row = threadIdx.x;
   if (row >= p.rows) return;
   float value = most[0][row];
 #pragma unroll
   for (int i = 1; i < kWarps; ++i) value = scorer.larger(value, most[i][row]);
   p.out[scorer.request * p.out_stride_request + offset_of_row(p, row) + scorer.block] = value;
-}
-
-__device__ __forceinline__ int page_of(const BlockScoresFewParams& p, int request, int block) {
-  return p.block_table[request * p.block_table_stride + quotient(block, p.by_blocks_per_page)];
-}
-
-template <typename T, bool kE4m3, int kWarps, bool kShares>
-__device__ __forceinline__ void block_scores_each(const BlockScoresFewParams& p) {
-  using Layout = ScoresFewLayout<kE4m3, kWarps, 16, 1>;
-  __shared__ float most[2][kWarps][kFewScoreRows];
-  const Layout shared = {0, 0};  // there are no rings
-  FewScorer<T, Layout> scorer(p, shared);
-  if constexpr (kShares) {
-    const i64 line = (static_cast<i64>(blockIdx.x) * (kWarps * 32) + threadIdx.x) * 32;  // entries
-    if (line < p.table_entries) prefetch_l2(p.block_table + line);
-    grid_dependency_launch();
-    grid_dependency_wait();
-    const Share share(p, gridDim.x, blockIdx.x);
-    BlockPlace at = share.first;
-    int page = share.blocks > 0 ? page_of(p, at.request, at.block) : -1;
-    store_unseen<kWarps>(p, threadIdx.x / 32);
-#pragma unroll 1
-    for (int left = share.blocks; left > 0; --left) {
-      BlockPlace next = at;
-      int next_page = -1;
-      if (left > 1) {
-        next.advance(p);
-        if (next.request < p.batch)
-          next_page = page_of(p, next.request, next.block);
-        else
-          left = 1;  // lengths became smaller meanwhile
-      }
-      const bool is_other = scorer.request != at.request;
-      scorer.request = at.request;
-      scorer.block = at.block;
-      scorer.tokens = at.tokens;
-      if (is_other) scorer.load_query();
-      score_block(scorer, page, most[left & 1]);
-      at = next;
-      page = next_page;
-    }
-  } else {
-    scorer.request = quotient(blockIdx.x, p.by_width);
-    scorer.block = blockIdx.x - scorer.request * p.width;
-    grid_dependency_launch();
-    grid_dependency_wait();
-    const int page = page_of(p, scorer.request, scorer.block);
-    const int length = p.kv_lens[scorer.request * p.kv_lens_stride];
-    __syncwarp();  // none of these loads waits for another
-    scorer.load_query();
-    scorer.tokens = tokens_in(p, length);
-    score_block(scorer, page, most[0]);
-  }
 }
 
 }  // namespace cumla::blocks

@@ -30,6 +30,20 @@ namespace cumla::blocks {
 
 using namespace ptx;
 
+// Stores -inf for blocks that no query row sees, 32 at a time.
+template <int kWarps>
+__device__ __forceinline__ void store_unseen(const BlockScoresFewParams& p, int warp) {
+  const int steps = p.batch * p.steps, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = blockIdx.x * kWarps + warp; i < steps; i += gridDim.x * kWarps) {
+    const int request = quotient(i, p.by_steps), block = (i - request * p.steps) * 32 + lane;
+    if (block >= p.width || block < blocks_of(p, tokens_of(p, request))) continue;
+    float* const out = p.out + request * p.out_stride_request + block;
+#pragma unroll 1
+    for (int row = 0; row < p.rows; ++row) out[offset_of_row(p, row)] = -kInfinity;
+  }
+}
+
 template <typename T, bool kE4m3, int kWarps, int kKeys, int kStages>
 __device__ __forceinline__ void block_scores_few(const BlockScoresFewParams& p) {
   using Layout = ScoresFewLayout<kE4m3, kWarps, kKeys, kStages>;

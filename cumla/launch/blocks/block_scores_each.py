@@ -12,15 +12,15 @@ def _spec(dtype: str, form: EachForm) -> KernelSpec:
     kind, is_e4m3 = FORMS[dtype]
     return KernelSpec.of(
         *("blocks", "block_scores_each", "BlockScoresFewParams", kind, is_e4m3),
-        *(form.warps, form.has_shares),
-        tags=["e4m3" if is_e4m3 else kind, form.tag],
+        form.warps,
+        tags=["e4m3" if is_e4m3 else kind, str(form.warps)],
         threads=32 * form.warps,
         min_blocks=form.ctas,
     )
 
 
 EACH = {
-    (dtype, form.tag): _spec(dtype, form)
+    (dtype, form.warps): _spec(dtype, form)
     for dtype, (_, is_e4m3) in FORMS.items()
     for form in each_forms(is_e4m3)
 }

@@ -55,7 +55,7 @@ def scores_few_specs(dtype: str, columns: int) -> tuple[KernelSpec, ...]:
 
 def _few_spec(dtype: str, each: EachForm | None) -> KernelSpec:
     known = known_dtype(dtype)
-    return _SPECS[known] if each is None else EACH[known, each.tag]
+    return _SPECS[known] if each is None else EACH[known, each.warps]
 
 
 def has_few_rows(arguments: BlockScoresArguments) -> bool:
@@ -81,10 +81,8 @@ def block_scores_few_launch(
     is_e4m3 = FORMS[known_dtype(a.q.dtype)][1]
     each = each_form(is_e4m3, blocks, a.block_size, sm_count)
     spec = _few_spec(a.q.dtype, each)
-    warps = spec.threads // 32
-    grid, sharers = min(sm_count, blocks), warps
-    if each is not None:
-        grid, sharers = min(each.ctas * sm_count, blocks) if each.has_shares else blocks, 1
+    grid = min(sm_count, blocks) if each is None else blocks
+    warps = grid * spec.threads // 32
     values = {
         "kv_lens": kv_lens[0],
         "kv_lens_stride": kv_lens[1] // 4,
@@ -113,13 +111,13 @@ def block_scores_few_launch(
         "block_size": a.block_size,
         "blocks_per_page": in_page,
         "causal": a.causal,
-        "by_warps": divisor_of(max(grid * sharers, 1)),
+        "by_warps": divisor_of(warps),
         "by_steps": divisor_of(max(steps, 1)),
         "by_heads": divisor_of(heads),
         "by_block_size": divisor_of(a.block_size),
         "by_blocks_per_page": divisor_of(in_page),
         "by_width": divisor_of(max(a.width, 1)),
-        "many": RULES.many_blocks if each is None else _MOST_TOKENS,
-        "is_single": blocks <= grid * warps,
+        "many": RULES.many_blocks,
+        "is_single": blocks <= warps,
     }
     return launch_of(spec, (grid, 1, 1), values)

@@ -33,13 +33,7 @@ class EachForm(NamedTuple):
 
     warps: int  # of a thread block
     ctas: int  # thread blocks on a multiprocessor, at least
-    blocks: float  # of all requests, visible or not, for each multiprocessor, at most
-    has_shares: bool = False  # thread blocks divide all visible blocks
-
-    @property
-    def tag(self) -> str:
-        """What names the form in entry points."""
-        return "shares" if self.has_shares else str(self.warps)
+    blocks: int  # of all requests, visible or not, for each multiprocessor, at most
 
 
 class FewForm(NamedTuple):
@@ -162,14 +156,10 @@ class Rules:
     # Blocks of a warp of block_scores_few from which on half of the warps score all of them: memory
     # delivers fewer streams faster (block-prompts.json).
     many_blocks: int = 24
-    # Forms of block_scores_each, the first that serves: for so many blocks of all requests, visible
-    # or not, a multiprocessor. More have shares of the visible ones (block-prompts.json).
-    each: tuple[EachForm, ...] = EachForm(8, 1, 1), EachForm(4, 6, inf, has_shares=True)
-    each_e4m3: tuple[EachForm, ...] = (
-        EachForm(8, 1, 1),
-        EachForm(4, 8, 8),
-        EachForm(4, 7, inf, has_shares=True),
-    )
+    # Forms of block_scores_each, the first that serves. More blocks have shares of a warp, and wide
+    # tables of which little is visible would have thread blocks without work (block-scores.json).
+    each: tuple[EachForm, ...] = (EachForm(8, 1, 1),)
+    each_e4m3: tuple[EachForm, ...] = EachForm(8, 1, 1), EachForm(4, 8, 8)
     # Keys of a block for block_scores_each, at least, so that all warps have some.
     each_keys: int = 128
     # Threads of select_blocks that hold the candidates of a row: the fewest that can.

@@ -55,18 +55,16 @@ struct BlockPlace {
 // Where a warp is in the order of shares: neighbours are in other CTAs.
 __device__ __forceinline__ int place_of_warp() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
 
-// Blocks of a warp, or of a CTA: all of them divided by the warps, and one more in the first warps. With very many
-// blocks the second half of the warps has none: fewer streams are faster.
+// Blocks of a warp: all of them divided by the warps, and one more in the first warps. With very many blocks the second
+// half of the warps has none: fewer streams are faster.
 // Another stream may write lengths meanwhile: what a warp scores of a request follows from one read of its length.
 struct Share {
   BlockPlace first = {};
   int blocks;
 
   template <typename Params>
-  __device__ __forceinline__ Share(const Params& p, int warps) : Share(p, warps, place_of_warp()) {}
-  template <typename Params>
-  __device__ __forceinline__ Share(const Params& p, int warps, int warp) {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ Share(const Params& p, int warps) {
+    const int lane = threadIdx.x % 32, warp = place_of_warp();
     int all = 0;
 #pragma unroll 4
     for (int request = lane; request < p.batch; request += 32) all += blocks_of(p, tokens_of(p, request));
@@ -108,20 +106,6 @@ struct Share {
     blocks = 0;  // lengths became smaller meanwhile
   }
 };
-
-// Stores -inf for blocks that no query row sees, 32 at a time.
-template <int kWarps>
-__device__ __forceinline__ void store_unseen(const BlockScoresFewParams& p, int warp) {
-  const int steps = p.batch * p.steps, lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int i = blockIdx.x * kWarps + warp; i < steps; i += gridDim.x * kWarps) {
-    const int request = quotient(i, p.by_steps), block = (i - request * p.steps) * 32 + lane;
-    if (block >= p.width || block < blocks_of(p, tokens_of(p, request))) continue;
-    float* const out = p.out + request * p.out_stride_request + block;
-#pragma unroll 1
-    for (int row = 0; row < p.rows; ++row) out[offset_of_row(p, row)] = -kInfinity;
-  }
-}
 
 // Copies keys into the ring of a warp, kKeys at a time, and says whose they are.
 template <typename Layout>
