@@ -982,7 +982,7 @@ def scores_of_few_rows(make: _Maker) -> Iterator[Case]:
         yield f"scores of blocks, few query rows, {dtype.name}", score
 
         def score_few(dtype: np.dtype[Any] = dtype) -> None:
-            for batch in (1, 8):  # 99 blocks, and 792
+            for batch in (1, 8) if dtype == E4M3 else (1,):  # 99 blocks, and 792
                 q, keys = make(batch, 1, 4, 128, dtype=dtype), make(9, 128, 128, dtype=dtype)
                 table, lens = make.int32(batch, 99), make.int32(batch)
                 cumla.block_scores(q, keys, block_size=128, kv_lens=lens, block_table=table)
