@@ -190,7 +190,11 @@ def test_every_kernel_serves_a_shape() -> None:
         for has in (False, True)
     ]
     keys += [key_of(h, "e4m3_512") for h in (8, 24, 128)]
-    keys += [key_of(h, dtype=dtype, batch=20) for h in (8, 24) for dtype in ("bfloat16", "float16")]
+    keys += [
+        key_of(heads, dtype=dtype, batch=batch)
+        for heads, batch in ((8, 20), (24, 20), (8, 80))
+        for dtype in ("bfloat16", "float16")
+    ]
     assert every == {spec for key in keys for spec in sparse_specs(key)} & every
 
 
