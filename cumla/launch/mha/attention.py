@@ -28,6 +28,7 @@ PAIRED_MASKED = "paired_masked"
 CAPPED = "capped"  # the plain kernel with a softcap and float32 results, where that has none
 FEW = "few"  # the plain kernel of tiles of FEW_ROWS rows
 FEW_CAPPED = "few_capped"
+FEW_OF = {"": FEW, "linear": "few_linear", "table": "few_table"}  # of few rows, by VARIANTS
 FEW_ROWS = constant(_FILE, "kFewRows")
 PARAMS = {
     **VARIANTS,
@@ -35,7 +36,8 @@ PARAMS = {
     WIDENED: "WidenedParams",
     PAIRED: "PairedParams",
     PAIRED_MASKED: "MaskedPairedParams",
-    **dict.fromkeys((CAPPED, FEW, FEW_CAPPED), "AttentionParams"),
+    **dict.fromkeys((CAPPED, FEW_CAPPED), "AttentionParams"),
+    **{few: VARIANTS[of] for of, few in FEW_OF.items()},
 }
 WIDENED_TILES = ((2, 2),)
 PAIRED_TILES = ((2, 2),)  # shared memory has room for three stages of them
@@ -59,7 +61,7 @@ E4M3 = "float8_e4m3fn"
 
 def _spec(dtype: str, tiles: tuple[int, int], form: str, variant: str) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
-    is_few = variant in (FEW, FEW_CAPPED)
+    is_few = variant in (*FEW_OF.values(), FEW_CAPPED)
     is_lean = form == "boxes" and variant in ("", FEW)
     more = ["false", in_cuda(not is_lean), in_cuda(is_few)] if is_lean or is_few else []
     paired = ", true" if variant in (PAIRED, PAIRED_MASKED) else ""
@@ -88,7 +90,9 @@ _SPECS |= {
 }
 _SPECS |= {names: _spec(*names) for names in product(HALVES, TILES, ("boxes",), (CAPPED,))}
 _SPECS |= {
-    names: _spec(*names) for names in product(HALVES, FEW_TILES, ("boxes",), (FEW, FEW_CAPPED))
+    names: _spec(*names)
+    for names in product(HALVES, FEW_TILES, ("boxes",), (*FEW_OF.values(), FEW_CAPPED))
+    if names[1] in BIASED_TILES or names[3] in (FEW, FEW_CAPPED)
 }
 SPECS = tuple(_SPECS.values())
 WITH_CAPS = {

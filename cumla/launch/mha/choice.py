@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.mha import attention, attention_decode, attention_prefill
 from cumla.launch.mha.attention import (
-    FEW,
+    FEW_OF,
     FEW_ROWS,
     FEW_TILES,
     PAIRED,
@@ -146,7 +146,7 @@ def choose(key: MHAShape) -> Choice:
         spec = tiles_spec(key.dtype, key.kernel_tiles, "boxes", variant)
         return Choice(spec, box_rows=boxes, box_heads=2)
     if _has_few(key):
-        spec = tiles_spec(key.dtype, key.kernel_tiles, "boxes", FEW)
+        spec = tiles_spec(key.dtype, key.kernel_tiles, "boxes", FEW_OF[key.variant])
         return Choice(spec, FEW_ROWS, boxes)
     return Choice(_tiles(key), box_rows=boxes, is_mixed=is_mixed)
 
@@ -197,7 +197,7 @@ def _has_few(key: MHAShape) -> bool:
         and key.kernel_tiles in FEW_TILES
         and key.cache_dtype == key.dtype
         and key.form != "rows"
-        and not (key.variant or key.batch_invariant)
+        and not (key.masked or key.batch_invariant)
     )
 
 

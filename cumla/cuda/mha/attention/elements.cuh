@@ -17,6 +17,8 @@ template <typename Params>
 constexpr bool kHasElements = false;
 template <>
 constexpr bool kHasElements<TableParams> = true;
+template <>
+constexpr bool kHasElements<FewRows<TableParams>> = true;
 
 struct LoadedBias : RowBias<TableParams> {
   int first_block;  // in blocks before it the bias of all keys is `end`
