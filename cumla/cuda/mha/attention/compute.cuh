@@ -45,7 +45,8 @@ struct Consumer {
   static constexpr int kOwnTiles = kGroups / 8;  // value tiles that this consumer multiplies
   static constexpr bool kLoadsElements = kHasElements<Params> && !kScaled && kGroups <= 16;  // before the product
   using BlockElements = typename TypeIf<kLoadsElements, Elements, Nothing>::Type;
-  static constexpr bool kLoadsSinks = kIsLean<Params> && kSkipsRows;  // when a tile begins; others when it ends
+  // When a tile begins; others when it ends.
+  static constexpr bool kLoadsSinks = (kIsLean<Params> || (kFew && kHasBias<Params>)) && kSkipsRows;
 
   const CommonOf<Params>& p;
   const Params& all_params;
@@ -192,6 +193,7 @@ struct Consumer {
 
   // The remaining factor is scale_log2, which is softcap * log2(e) with a cap.
   __device__ __forceinline__ void cap_scores() {
+    if (kFew && kHasBias<Params>) return;  // no call has both a bias and a cap
     if (p.to_softcap == 0.0f) return;
 #pragma unroll
     for (int i = 0; i < 32; ++i) scores[i] = tanh_of(scores[i] * cap_factor());
