@@ -328,7 +328,8 @@ class Backend(AttentionBackend):
             if chunk is not None:
                 mask = cumla.AttentionMask.chunks(chunk, **options)
             else:
-                mask = cumla.AttentionMask.image_spans(batch.spans, window=window, **options)
+                options |= {"window": window, "clamp": True}  # as SGLang's Triton kernels
+                mask = cumla.AttentionMask.image_spans(batch.spans, **options)
             batch.rows[key] = mask
         return batch.rows[key]
 

@@ -693,20 +693,20 @@ def attend_by(server: Server, lens: Any, new: Any, q: Any, sees: Any) -> Any:
 
 
 def sees_images(window: int) -> Any:
-    """Gemma 3's rule: a window, and all of the image that a token is part of."""
+    """SGLang's rule for Gemma 3: what is before a token, and its image, within a window."""
 
     def sees(r: int, p: Any, j: Any) -> Any:
-        mask = (j <= p) & ((j >= p - window) | (window < 0))
+        mask = j <= p
         for first, last in IMAGES[r] or ():
             mask = mask | (p >= first) & (p <= last) & (j >= first) & (j <= last)
-        return mask
+        return mask & ((j >= p - window) | (window < 0))
 
     return sees
 
 
 @pytest.mark.parametrize("window", [-1, 7])
 def test_tokens_of_an_image_see_each_other(window: int) -> None:
-    """Also where a chunk of a prompt begins in an image, or ends in it; windows do not cut them."""
+    """Also where a chunk of a prompt begins in an image, or ends in it; windows cut them."""
     lens, new = (90, 5, 33), (20, 5, 33)
     server = Server(False, hf_config=GEMMA)
     q = torch.randn(58, HEADS, 64).bfloat16()

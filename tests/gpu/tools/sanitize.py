@@ -1150,10 +1150,12 @@ def attend_by_biases(cupy: Any) -> None:
     attend_biased(cupy, few[0][0], few[0][1]._replace(dtype="float32", cache="same"))
     with multiprocessors(1):
         fixed = {"q_lens": (64, 64, 64), "heads": (8, 1), "cache": "same", "page_size": 16}
+        rows = {"q_lens": "equal", "heads": (4, 2), "page_size": 64}  # tiles of eight rows
         for kind, sample in few[:5:2]:  # slopes, and tables of rows and of heads
             for columns in ((64, 64), (128, 128), (256, 256)):
                 full = sample._replace(columns=columns, dtype="bfloat16", **fixed)
                 attend_biased(cupy, kind, full)
+                attend_biased(cupy, kind, full._replace(**rows))
     print("sanitize: attention with biases: agrees", flush=True)
 
 

@@ -49,6 +49,30 @@ def test_full_tiles(bias: str, columns: Any, dtype: str, q_lens: Any) -> None:
         check(biased, run(biased, cupy), dtype)
 
 
+def entry_of(given: dict[str, Any], form: str) -> str:
+    """Name the kernel of a call with a bias of this form."""
+    names = given.keys() & {"q", "k", "v", "qo_indptr"}
+    arrays = {name: given[name] for name in names}
+    return cumla.AttentionPlan.from_arrays(**arrays, bias_form=form).key.choice.spec.entry
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_few_rows(columns: int) -> None:
+    """Tiles of up to eight rows of three query tokens; elements that no query uses are NaN."""
+    for i, kind in enumerate(BIASES):
+        sample = Sample(
+            *("windows", (columns, columns), ("bfloat16", "float16")[i % 2], "same", 64, "equal"),
+            *(((2, 2), (4, 2), (6, 3))[i % 3], i % 2 == 0, None, "table"),
+            seed=i,
+        )
+        biased = poisoned(make(kind, sample))
+        form = "linear" if "slopes" in kind else "table"
+        with emulated_gpu(40 if i % 2 or columns == 64 else 3) as cupy:
+            given = {name: cupy.like(value) for name, value in biased.problem.given.items()}
+            assert entry_of(given, form).startswith(f"attention_few_{form}_")
+            check(biased, run(biased, cupy), sample.dtype)
+
+
 ONE_OF_EACH = [  # boxes, rows, e4m3, float32, and full tiles with slopes and with a table
     Sample(
         *("windows", (columns, columns), dtype, cache, size, q_lens, (4, 1), False, None, "table"),
@@ -120,8 +144,8 @@ def test_split_requests() -> None:
         long = {"kv_lens": np.int32([700])}
         rng = np.random.default_rng(0)
         heads = biased.problem.given["k"].shape[2]
-        pages = [rng.standard_normal((44, 16, heads, 64)).astype(np.float16) for _ in "kv"]
-        table = rng.permutation(44).astype(np.int32)[None]
+        pages = [rng.standard_normal((11, 64, heads, 64)).astype(np.float16) for _ in "kv"]
+        table = rng.permutation(11).astype(np.int32)[None]
         q = rng.standard_normal((1, 4, 64)).astype(np.float16)
         given = {"q": q, "k": pages[0], "v": pages[1], "block_table": table, **long}
         given["qo_indptr"] = np.int32([0, 1])
@@ -132,6 +156,8 @@ def test_split_requests() -> None:
         with emulated_gpu(5) as cupy:
             there = {name: cupy.like(value) for name, value in given.items()}
             bias = cumla.AttentionBias(**{name: cupy.like(a) for name, a in arrays.items()})
+            form = "linear" if "slopes" in kind else "table"
+            assert entry_of(there, form).startswith(f"attention_few_{form}_")
             got = cumla.attention(**there, bias=bias)
         np.testing.assert_allclose(np.asarray(got.lse), expected.lse, rtol=1e-5, atol=1e-5)
         out = np.asarray(got.out).astype(np.float64)
