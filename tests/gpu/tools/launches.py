@@ -1070,6 +1070,21 @@ def attention_by_biases(make: _Maker) -> Iterator[Case]:
         yield f"biases in attention, {keys} and {values} columns, {dtype.name}, {cache}", call
 
 
+def attention_of_few_rows_by_biases(make: _Maker) -> Iterator[Case]:
+    """One query token of one request, with slopes and with a table."""
+    build = cumla.mha.bias.AttentionBias
+    for dtype, width in itertools.product(HALVES, (64, 128, 256)):
+
+        def call(dtype: np.dtype[Any] = dtype, width: int = width) -> None:
+            k, v = (make(9, 64, 8, width, dtype=dtype) for _ in range(2))
+            pages = {"block_table": make.int32(1, 40), "kv_lens": make.int32(1)}
+            q, table = make(1, 1, 32, width, dtype=dtype), make(1, 32, 100, dtype=dtype)
+            for bias in (build(slopes=make.float32(32)), build(table=table)):
+                cumla.attention(q, k, v, **pages, bias=bias)
+
+        yield f"biases in attention of few rows, {width} columns, {dtype.name}", call
+
+
 def masks(make: _Maker) -> Iterator[Case]:
     """Building masks of attention: intervals, by requests and by tokens, and trees in all forms."""
     build = cumla.mha.mask.AttentionMask
@@ -1241,7 +1256,8 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
             attention_with_caps,
             attention_of_pairs,
         ),
-        *(attention_by_biases, attention_plans, indexer, dsa, caches, small, masks),
+        *(attention_by_biases, attention_of_few_rows_by_biases, attention_plans),
+        *(indexer, dsa, caches, small, masks),
         *(prefixes, layouts, others, blocks, blocks_of_prompts, blocks_of_e4m3_by_rows),
         *(scores_of_few_rows, sums_of_scores),
     )

@@ -43,14 +43,10 @@ template <>
 constexpr bool kHasBias<LinearParams> = true;
 template <>
 constexpr bool kHasBias<TableParams> = true;
-template <typename Params>
-constexpr bool kHasBias<FewRows<Params>> = kHasBias<Params>;
 
 // The bias of a row's scores: that of key j + i, with i known to the compiler, is plus(from(j), i).
 template <typename Params>
 struct RowBias {};
-template <typename Params>
-struct RowBias<FewRows<Params>> : RowBias<Params> {};
 
 template <>
 struct RowBias<LinearParams> {

@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements of a table of biases that a thread loads while the keys of their block are on their way.
+// Elements of a table of biases that a thread loads while the keys of their block are on their way; biases of few rows.
 #pragma once
 #include "mha/attention/bias.cuh"
+#include "mha/attention/layout.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mha {
 
 using namespace ptx;
+
+template <typename Params>
+constexpr bool kHasBias<FewRows<Params>> = kHasBias<Params>;
+template <typename Params>
+struct RowBias<FewRows<Params>> : RowBias<Params> {};
 
 // Bits of the elements of a thread's row for a block of 64 keys: eight pairs, eight apart.
 struct Elements {
