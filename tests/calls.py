@@ -407,6 +407,22 @@ def scored_keys() -> Arguments:
     }
 
 
+def scored_prompt() -> Arguments:
+    """Pooled keys of four tokens, for 64 query tokens of a request."""
+    return {
+        "q": numbers(66, 4, 128),
+        "keys": numbers(6, 8, 128),
+        "block_size": 4,
+        "stride": 4,
+        "num_groups": 1,
+        "activation": "relu",
+        "kv_lens": int32(90),
+        "block_table": int32([0, 1, 5]),
+        "qo_indptr": int32(1, 65),
+        "weights": numbers(66, 4, dtype=np.float32),
+    }
+
+
 def chosen_blocks() -> Arguments:
     return {
         "scores": numbers(3, 2, 40, dtype=np.float32),
@@ -737,6 +753,14 @@ OPERATIONS = {
         ("block_rows", "block_scores_sums_bfloat16_64"),
         integers=("qo_indptr", "kv_lens"),
         empty=(("q", "weights", "block_indices"),),
+    ),
+    "block_scores of a prompt": Operation(
+        cumla.block_scores,
+        scored_prompt,
+        lambda: {"out": aligned((66, 1, 24), np.float32)},
+        ("block_rows", "block_scores_prompts_bfloat16"),
+        integers=("qo_indptr", "kv_lens"),
+        empty=(("q", "weights"),),
     ),
     "block_scores of pooled keys": Operation(
         cumla.block_scores,

@@ -30,6 +30,7 @@ from cumla.launch.blocks.block_scores import (
 )
 from cumla.launch.blocks.block_scores_few import block_scores_few_launch, has_few_rows
 from cumla.launch.blocks.block_scores_pooled import block_scores_pooled_launch, has_few_pooled
+from cumla.launch.blocks.block_scores_prompts import block_scores_prompts_launch, has_prompts
 from cumla.launch.blocks.block_scores_sums import (
     MOST_GROUP_HEADS,
     BlockScoresSumsArguments,
@@ -244,7 +245,8 @@ class _BlockScores(Operation[_Arguments, int]):
         tokens = Tokens(arguments.rows, a.block_table.shape[0], a.causal)
         rows = block_rows_launch(tokens, buffer, arguments.qo_indptr, arguments.kv_lens)
         if isinstance(a, BlockScoresSumsArguments):
-            return rows, block_scores_sums_launch(buffer, a, outs[0])
+            sums = block_scores_prompts_launch if has_prompts(a) else block_scores_sums_launch
+            return rows, sums(buffer, a, outs[0])
         return rows, block_scores_launch(buffer, a, outs[0])
 
     def check_values(self, host: Host, arguments: _Arguments) -> None:

@@ -82,6 +82,16 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kMaxTokens": 2147483584,
         "kPooledKeys": 32,
     },
+    "blocks/block_scores_prompts": {
+        "kPromptsBytes": 67584,
+        "kPromptsColumns": 128,
+        "kPromptsFewBytes": 16896,
+        "kPromptsFewUnits": 16,
+        "kPromptsHeads": 4,
+        "kPromptsKeys": 64,
+        "kPromptsThreads": 128,
+        "kPromptsUnits": 64,
+    },
     "blocks/block_scores_sums": {
         "kKeysAtOnce": 16,
         "kPromptHeads": 4,

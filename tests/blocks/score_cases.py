@@ -191,11 +191,11 @@ def pooled_case(seed: int) -> Scores:
 def prompts_case(seed: int) -> Scores:
     """Draw the arrays of a call with pooled keys, and many query tokens of each request."""
     draw = random.Random(seed)
-    groups, heads = draw.choice([(1, 4), (1, 4), (4, 4), (1, 1), (2, 3), (5, 2), (17, 1)])
+    groups, heads = draw.choice([(1, 4), (1, 4), (4, 4), (17, 4), (1, 1), (2, 3), (5, 2), (17, 1)])
     lens = draw.choice([(900,), (50, 0, 130, 257), (1, 2, 3, 4, 5, 600), (1400, 33)])
-    queries = draw.choice([16, 24, "prompts", "prompts"])
+    queries = draw.choice([16, 24, 70, "prompts", "prompts"])
     of = _Sums(
-        *(groups, heads, draw.choice([64, 128, 256]), draw.choice([4, 4, 8, 1]), 1),
+        *(groups, heads, draw.choice([64, 128, 128, 256]), draw.choice([4, 4, 8, 1]), 1),
         *(draw.choice([3, 8, 32]), DTYPES[seed % 3], queries, lens, None, 0),
     )
     return _sums(of, seed, draw)

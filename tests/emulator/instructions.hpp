@@ -31,6 +31,7 @@ void expand_e4m3x4(u32 packed, u32& low, u32& high) {
   low = one(0) | one(1) << 16;
   high = one(2) | one(3) << 16;
 }
+float larger_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? canonical(NAN) : std::fmax(a, b); }
 u32 highest_f16x2(u32 a, u32 b) {
   const auto one = [](u32 x, u32 y) { return host::bits16(std::fmax(host::half(x), host::half(y)), 5, 10, false); };
   return one(a & 0xffff, b & 0xffff) | one(a >> 16, b >> 16) << 16;
@@ -337,6 +338,10 @@ template <typename T>
 void wgmma_m64n256k16_async(float (&d)[128], u64 a, u64 b) { multiply(d, 16, kType<T>, a, false, b, true, true); }
 template <typename T>
 void wgmma_m64n256k16_async(float (&d)[128], const u32* a, u64 b) { multiply(d, kType<T>, a, b, true, true); }
+template <typename T>
+void wgmma_m64n256k16_async(float (&d)[128], const u32* a, u64 b, bool accumulate) {
+  multiply(d, kType<T>, a, b, false, accumulate);
+}
 template <typename T>
 void wgmma_m64n64k16_async(float (&d)[32], const u32* a, u64 b, bool accumulate) {
   multiply(d, kType<T>, a, b, false, accumulate);

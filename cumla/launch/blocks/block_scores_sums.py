@@ -62,6 +62,16 @@ class BlockScoresSumsArguments(NamedTuple):
     causal: bool
 
     @property
+    def tokens(self) -> int:
+        """Query tokens of all requests."""
+        return prod(self.q.shape[:-2])
+
+    @property
+    def each_request(self) -> int:
+        """Query tokens of a request, on average."""
+        return self.tokens // max(self.block_table.shape[0], 1)
+
+    @property
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.block_rows * self.stride
@@ -74,33 +84,44 @@ class BlockScoresSumsArguments(NamedTuple):
         return self.block_table.shape[1] * (self.keys.shape[1] // self.block_rows)
 
 
-def block_scores_sums_launch(
-    rows: int, arguments: BlockScoresSumsArguments, out: ArrayView
-) -> Launch:
-    """Describe how to score blocks; `rows` is the address of what each query token sees."""
-    a = arguments
-    *lead, heads, columns = a.q.shape
-    tokens, q_len = prod(lead), lead[1] if len(lead) == 2 else 0
-    width, requests = a.width, max(a.block_table.shape[0], 1)
-    item_blocks = 1 if a.block_rows > 1 else _AT_ONCE
-    items = -(-width // item_blocks)
-    group_heads = heads // a.groups
-    shift = max(1, (group_heads - 1).bit_length())
-    entries = a.entries
+def group_shift(group_heads: int) -> int:
+    """Return the power of two that holds the heads of a group, at least two."""
+    return max(1, (group_heads - 1).bit_length())
+
+
+class Tiles(NamedTuple):
+    """How thread blocks divide query tokens and groups."""
+
+    tokens: int  # of a tile
+    groups: int
+    of_tokens: int  # tiles
+    of_groups: int
+
+
+def sums_tiles(arguments: BlockScoresSumsArguments, units: int) -> Tiles:
+    """Divide query tokens and groups among thread blocks with so many groups of a token each."""
+    a, entries = arguments, arguments.entries
     has_own_lists = entries is not None and entries.shape[1] > 1
-    each_request = tokens // requests
-    prompts = (
-        *(a.block_rows == 1, entries is None, group_heads <= _PROMPT_HEADS),
-        each_request * a.groups >= _PROMPT_UNITS,
-    )
-    units = _PROMPT_UNITS if all(prompts) else _ROWS >> shift  # groups of tokens
-    tile_groups = 1 if has_own_lists else min(a.groups, units)
-    most_tokens = 1 if entries is not None else units // tile_groups
-    tile = max(1, min(most_tokens, each_request))
-    tiles, tiles_of_groups = -(-tokens // tile), -(-a.groups // tile_groups)
-    at_once = sm_count_of(out.device) * scores_ctas(FORMS[known_dtype(a.q.dtype)][1], columns)
-    each = warp_blocks(items, a.block_rows * item_blocks, tiles * tiles_of_groups, _WARPS, at_once)
-    values = {
+    groups = 1 if has_own_lists else min(a.groups, units)
+    most = 1 if entries is not None else units // groups
+    tokens = max(1, min(most, a.each_request))
+    return Tiles(tokens, groups, -(-a.tokens // tokens), -(-a.groups // groups))
+
+
+def sums_values(
+    rows: int,
+    arguments: BlockScoresSumsArguments,
+    out: ArrayView,
+    tiles: Tiles,
+    item_blocks: int,
+    warp_items: int,
+) -> dict[str, object]:
+    """Fill in BlockScoresSumsParams."""
+    a, entries, weights = arguments, arguments.entries, arguments.weights
+    q_len = a.q.shape[1] if len(a.q.shape) == 4 else 0
+    group_heads = a.q.shape[-2] // a.groups
+    has_own_lists = entries is not None and entries.shape[1] > 1
+    return {
         "rows": rows,
         "q": a.q.ptr,
         "q_stride_batch": a.q.strides[0] if q_len else 0,
@@ -111,9 +132,9 @@ def block_scores_sums_launch(
         "keys_stride_row": a.keys.strides[1],
         "block_table": a.block_table.ptr,
         "block_table_stride": a.block_table.strides[0] // 4,
-        "weights": a.weights.ptr if a.weights is not None else 0,
-        "weights_stride_token": a.weights.strides[0] // 4 if a.weights is not None else 0,
-        "weights_stride_head": a.weights.strides[1] // 4 if a.weights is not None else 0,
+        "weights": weights.ptr if weights is not None else 0,
+        "weights_stride_token": weights.strides[0] // 4 if weights is not None else 0,
+        "weights_stride_head": weights.strides[1] // 4 if weights is not None else 0,
         "entries": entries.ptr if entries is not None else 0,
         "entries_stride_token": entries.strides[0] if entries is not None else 0,
         "entries_stride_group": entries.strides[1] if entries is not None and has_own_lists else 0,
@@ -121,16 +142,16 @@ def block_scores_sums_launch(
         "out": out.ptr,
         "out_stride_token": out.strides[0] // 4,
         "out_stride_group": out.strides[1] // 4,
-        "total_tokens": tokens,
-        "tile_tokens": tile,
-        "tile_groups": tile_groups,
+        "total_tokens": a.tokens,
+        "tile_tokens": tiles.tokens,
+        "tile_groups": tiles.groups,
         "groups": a.groups,
         "group_heads": group_heads,
-        "group_shift": shift,
-        "width": width,
-        "items": items,
+        "group_shift": group_shift(group_heads),
+        "width": a.width,
+        "items": -(-a.width // item_blocks),
         "item_blocks": item_blocks,
-        "warp_items": each,
+        "warp_items": warp_items,
         "batch": a.block_table.shape[0],
         "max_pages": a.block_table.shape[1],
         "num_pages": a.keys.shape[0],
@@ -140,11 +161,30 @@ def block_scores_sums_launch(
         "q_len": q_len,
         "is_relu": a.is_relu,
         "entries_are_wide": entries is not None and entries.dtype == "int64",
-        "by_tile_groups": divisor_of(tile_groups),
+        "by_tile_groups": divisor_of(tiles.groups),
         "by_page_rows": divisor_of(a.keys.shape[1]),
         "by_block_rows": divisor_of(a.block_rows),
         "by_row_tokens": divisor_of(a.stride),
         "by_q_len": divisor_of(q_len or 1 << 31),
     }
-    grid = (tiles, -(-items // (_WARPS * each)), tiles_of_groups)
+
+
+def block_scores_sums_launch(
+    rows: int, arguments: BlockScoresSumsArguments, out: ArrayView
+) -> Launch:
+    """Describe how to score blocks; `rows` is the address of what each query token sees."""
+    a = arguments
+    group_heads, columns = a.q.shape[-2] // a.groups, a.q.shape[-1]
+    item_blocks = 1 if a.block_rows > 1 else _AT_ONCE
+    items = -(-a.width // item_blocks)
+    prompts = (
+        *(a.block_rows == 1, a.entries is None, group_heads <= _PROMPT_HEADS),
+        a.each_request * a.groups >= _PROMPT_UNITS,
+    )
+    tiles = sums_tiles(a, _PROMPT_UNITS if all(prompts) else _ROWS >> group_shift(group_heads))
+    at_once = sm_count_of(out.device) * scores_ctas(FORMS[known_dtype(a.q.dtype)][1], columns)
+    many = tiles.of_tokens * tiles.of_groups
+    each = warp_blocks(items, a.block_rows * item_blocks, many, _WARPS, at_once)
+    values = sums_values(rows, a, out, tiles, item_blocks, each)
+    grid = (tiles.of_tokens, -(-items // (_WARPS * each)), tiles.of_groups)
     return launch_of(_SPECS[known_dtype(a.q.dtype), columns, all(prompts)], grid, values)

@@ -22,6 +22,7 @@ __all__ = [
     "list_ctas",
     "list_form",
     "list_parts",
+    "prompts_steps",
     "scores_ctas",
     "select_threads",
     "warp_blocks",
@@ -162,6 +163,9 @@ class Rules:
     each_e4m3: tuple[EachForm, ...] = EachForm(8, 1, 1), EachForm(4, 8, 8)
     # Keys of a block for block_scores_each, at least, so that all warps have some.
     each_keys: int = 128
+    # Steps of 64 keys of a thread block of block_scores_prompts, at least: it loads up to 64 KB of
+    # query rows first. With two turns of thread blocks all take longer.
+    prompts_least: int = 8
     # Threads of select_blocks that hold the candidates of a row: the fewest that can.
     select_threads: tuple[int, ...] = (128, 512)
 
@@ -255,6 +259,12 @@ def warp_blocks(width: int, block_size: int, tiles: int, warps: int, at_once: in
     if tiles * -(-width // (warps * each)) < RULES.turns * at_once:
         each = -(-width // (warps * max(at_once // tiles, 1)))
     return max(each, -(-width // (warps * _MOST_RANGES)))
+
+
+def prompts_steps(steps: int, tiles: int, at_once: int) -> int:
+    """Choose the steps of a thread block of block_scores_prompts, of `steps` for each tile."""
+    ranges = max(1, at_once // tiles)
+    return max(RULES.prompts_least, -(-steps // min(ranges, _MOST_RANGES)))
 
 
 def select_threads(width: int, keys: int) -> int | None:

@@ -30,6 +30,7 @@ KERNELS = (
     "block_scores_each",
     "block_scores_few",
     "block_scores_pooled",
+    "block_scores_prompts",
     "block_scores_sums",
     "select_blocks",
 )
@@ -145,11 +146,30 @@ def test_pooled_keys_of_long_requests(dtype: Any) -> None:
     listed = cumla.block_scores(
         query, keys.view(dtype), **given, block_indices=cp.asarray(lists)
     ).get()
-    given["qo_indptr"] = cp.asarray(np.array([0, 2, 4], np.int32))  # by the kernel of lists
+    given["qo_indptr"] = cp.asarray(np.array([0, 2, 4], np.int32))  # by block_scores_prompts
     got = cumla.block_scores(query.reshape(4, 4, 128), keys.view(dtype), **given)
-    np.testing.assert_allclose(got.get(), want.reshape(4, 1, -1), rtol=1e-4, atol=1e-3)
-    np.testing.assert_array_equal(listed, np.take_along_axis(got.get(), lists, 2))
+    want = want.reshape(4, 1, -1)
+    np.testing.assert_allclose(got.get(), want, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(listed, np.take_along_axis(want, lists, 2), rtol=1e-4, atol=1e-3)
     assert np.isnan(listed[2, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), E4M3], ids=str)
+def test_a_request_has_the_same_bits_beside_a_prompt(dtype: Any) -> None:
+    """With qo_indptr: another form of block_scores_prompts serves the call."""
+    rng, given, found = np.random.default_rng(0), dict[str, Any](), []
+    for name, shape in {"q": (257, 4, 128), "keys": (40, 32, 128)}.items():
+        bits = rng.standard_normal(shape).astype(dtype).view(f"u{dtype.itemsize}")
+        given[name] = cp.asarray(bits).view(dtype)
+    given |= {"block_size": 4, "stride": 4, "num_groups": 1}
+    given["kv_lens"] = cp.asarray(np.array([4001, 4999], np.int32))
+    given["block_table"] = cp.asarray(rng.integers(0, 40, (2, 40), np.int32))
+    q = given.pop("q")
+    for tokens in (1, 257):
+        bounds = cp.asarray(np.array([0, 1, tokens], np.int32))
+        got = cumla.block_scores(q[:tokens], **given, qo_indptr=bounds)
+        found.append(got[0].get().tobytes())
+    assert found[0] == found[1]
 
 
 _RACE = r"""

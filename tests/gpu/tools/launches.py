@@ -1016,6 +1016,16 @@ def sums_of_scores(make: _Maker) -> Iterator[Case]:
 
         yield f"sums of scores of blocks, {width} columns, {dtype.name}", add_up
 
+    for dtype in (BF16, FP16, E4M3):
+
+        def add_up_two(dtype: np.dtype[Any] = dtype) -> None:
+            given: dict[str, Any] = {"kv_lens": make.int32(2), "block_table": make.int32(2, 99)}
+            given |= {"block_size": 4, "stride": 4, "num_groups": 2}
+            q, keys = (make(*shape, 128, dtype=dtype) for shape in ((2, 90, 4), (9, 24)))
+            cumla.block_scores(q, keys, **given)
+
+        yield f"sums of scores of blocks, groups of two heads, {dtype.name}", add_up_two
+
 
 def small(make: _Maker) -> Iterator[Case]:
     """Merging states."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.blocks import block_scores_sums
+from cumla.launch.blocks import block_scores_prompts, block_scores_sums
 from tests.blocks.score_cases import Scores, check_sums, prompts_case, sums_case
 from tests.emulator import emulated_gpu
 from tests.selection import some
@@ -19,7 +19,7 @@ from tests.selection import some
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
 def test_bits_do_not_depend_on_other_requests(heads: int) -> None:
-    """With a prompt beside it, a request is scored by the other form of the kernel."""
+    """With a prompt beside it, a request is scored by the other form."""
     rng = np.random.default_rng(heads)
     q = rng.standard_normal((64, heads, 128)).astype(np.float16)
     weights = rng.standard_normal((64, heads)).astype(np.float32)
@@ -46,10 +46,14 @@ def test_bits_do_not_depend_on_other_requests(heads: int) -> None:
         with (
             emulated_gpu() as cupy,
             mock.patch.object(block_scores_sums, "launch_of", side_effect=spied),
+            mock.patch.object(block_scores_prompts, "launch_of", side_effect=spied),
         ):
             there = {name: cupy.like(value) for name, value in call.items()}
             found.append(np.array(cumla.block_scores(**there))[:4].tobytes())
-    assert entries == [f"block_scores_sums_{form}float16_128" for form in ("", "prompts_")]
+    if heads == 4:
+        assert entries == [f"block_scores_prompts_{form}float16" for form in ("few_", "")]
+    else:
+        assert entries == [f"block_scores_sums_{form}float16_128" for form in ("", "prompts_")]
     assert found[0] == found[1]
 
 
