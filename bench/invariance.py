@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request has one set of bits in any batch, with ``batch_invariant=True``.
+"""Test that a request has the same bits in any batch, with ``batch_invariant=True``.
 
     python -m bench.invariance FILE [REQUESTS]
 
@@ -103,7 +103,7 @@ class Pool:
         return numbers.to(torch.float8_e4m3fn) if is_e4m3 else numbers
 
     def _given(self, kind: str) -> dict[str, Any]:
-        """What each query token, request or head has of its own."""
+        """Return what each query token, request or head has of its own."""
         rng, tokens = self.rng, len(self.q)
         last = np.maximum(np.repeat(self.lens, self.q_lens), 1)
         if kind == "mask":

@@ -412,7 +412,7 @@ class Libraries:
 
     @property
     def vllm_windows(self) -> Any:
-        """How vLLM decodes over the windows of dots3; a method that needs little of its class."""
+        """Load vLLM's method that decodes over dots3's windows; it needs little of its class."""
 
         def load() -> Any:
             module = _vllm("models/dots3_note/nvidia/attention.py", SimpleNamespace())

@@ -143,7 +143,7 @@ def flash_infer(module: Any, given: dict[str, Any], visible: Any) -> Callable[[]
         packed_custom_mask=bits,
         q_data_type=q.dtype,
     )
-    # Of packed bits it takes offsets in bits for offsets in bytes.
+    # It takes offsets in bits, where packed masks need offsets in bytes.
     wrapper._mask_indptr_buf = (counts * (bits.numel() // batch)).to(q.device)
     out = torch.empty_like(q).flatten(0, 1)
     return lambda: wrapper.run(q.flatten(0, 1), (k, given["v"]), out=out)

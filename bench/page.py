@@ -79,7 +79,7 @@ def peers_of(rows: Iterable[Row]) -> list[str]:
 
 
 def is_ahead(row: Row, peer: str) -> bool:
-    """Whether a peer is faster by either clock."""
+    """Return whether a peer is faster by either clock."""
     found = (ratio(row, peer, clock) for clock in ("us", "graph_us"))
     return any(x is not None and x < LEVEL for x in found)
 

@@ -371,7 +371,7 @@ class _Steps(threading.local):
 
 
 class _Layout(NamedTuple):
-    """How an array lies, seen as the kernels see it: all that launches follow from."""
+    """Shape, strides and dtype of an array, from which launches follow."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
@@ -556,7 +556,7 @@ class _Moving:
         assert call.device is not None
         self._stream = call.stream
         self._template = launch.template(call.device, lambda: call.capturing)
-        # Of each address: which of the parameters' numbers of 64 bits, which array, how far in.
+        # For each address: the index of its 64-bit parameter, its array, the offset in the array.
         self._fields: list[tuple[int, int, int]] = []
         self._launch: Callable[[], None] | None = None
         if not isinstance(self._template, Template):

@@ -36,7 +36,7 @@ def main() -> None:
     packed = {"dtype": torch.uint8, "device": DEVICE}
     caches = [torch.zeros(PAGES, PAGE_SIZE, 1, 656, **packed) for _ in range(LAYERS)]
     index_cache = torch.zeros(PAGES, PAGE_SIZE, 1, INDEX_DIM + 4, **packed)
-    # What lies in the caches, as float32: scales of 128 columns are powers of two.
+    # The caches' rows as float32: scales of 128 columns are powers of two.
     known = torch.zeros(LAYERS, batch, max_tokens, 576, device=DEVICE)
 
     def write(positions):

@@ -39,7 +39,7 @@ def main() -> None:
     caches = [cache.to(torch.bfloat16) for cache in caches]
     outs = [torch.zeros(total, HEADS, COLUMNS, device=device) for _ in range(2)]
 
-    # What each token sees, by the rule. Positions of drafts are those of their depth.
+    # The keys that each token sees, by the rule. Positions of drafts are those of their depth.
     tree = torch.zeros(drafts, drafts, dtype=torch.bool, device=device)
     for i, parent in enumerate(PARENTS):
         if i:

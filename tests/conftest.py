@@ -231,7 +231,7 @@ def cupy(no_cupy_yet: None, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def bindings(cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBindings]:
-    """What kernels are launched through; it lists them."""
+    """Return what kernels are launched through; it lists them."""
     fake = FakeBindings(cupy)
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
     caches = (

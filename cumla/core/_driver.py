@@ -110,7 +110,7 @@ class Driver:
         return device.value
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether `stream` is being captured into a graph."""
+        """Return whether `stream` is being captured into a graph."""
         status = ctypes.c_int()
         result = self._is_capturing(stream, ctypes.byref(status))
         if result == _CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
@@ -147,7 +147,7 @@ class Driver:
         self._check(self._wait_event(stream, event, 0), "cuStreamWaitEvent")
 
     def event_passed(self, event: int) -> bool:
-        """Whether all work before the event is done; never waits.
+        """Return whether all work before the event is done; never waits.
 
         An event that fails will never be anything else: it counts as passed.
         """

@@ -132,7 +132,7 @@ class Call:
 
     @property
     def capturing(self) -> bool:
-        """Whether the stream is being captured into a CUDA graph."""
+        """Return whether the stream is being captured into a CUDA graph."""
         return self.device is not None and driver().is_capturing(self.stream)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[object, ArrayView]:

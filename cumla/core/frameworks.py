@@ -250,7 +250,7 @@ class _Torch(Allocator):
                     )
 
     def _is_traced(self) -> bool:
-        """Whether calls enter a graph, which an eager one would leave a constant in, or are fake.
+        """Return whether calls are traced into a graph, or are fake.
 
         Such modes are `make_fx`'s, also the one before dispatch, and `FakeTensorMode`.
         """
@@ -300,7 +300,7 @@ class _Torch(Allocator):
 
     @eager_only
     def _compiles(self) -> bool:
-        """Whether TorchDynamo gets each frame first; a frame without tensors it leaves alone."""
+        """Return whether TorchDynamo gets each frame first; it skips those without tensors."""
         return bool(self._dynamo())  # False or None where it does not
 
     def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether arrays share memory: what a kernel writes must be nobody else's."""
+"""Refuse outputs that share memory with other arrays."""
 
 from __future__ import annotations
 

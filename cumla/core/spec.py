@@ -284,7 +284,7 @@ class Sorter:
         self._outputs = outputs
         self._asks = [a.name for a in known(Option) if a.asks]
         self._output_names = tuple([a.name for a in outputs])
-        # Whether all that is written to is an output that there always is.
+        # True if the function writes to no arrays but outputs that every call has.
         self._is_plain = not (
             self._caches or self._asks or any(a.of or a.only_given for a in outputs)
         )

@@ -45,7 +45,7 @@ _PROBES = 0x2AAAAAAAAAA0, 0x555555555550  # addresses that have no bit in common
 
 
 def is_plain(address: int) -> bool:
-    """Whether an address has no bits but those of which it is known how descriptors hold them."""
+    """Return whether descriptors are known to hold all bits of an address."""
     return not address & ~(_PROBES[0] | _PROBES[1])
 
 

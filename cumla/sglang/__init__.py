@@ -18,7 +18,7 @@ TESTED = ((0, 5, 22), (0, 5, 23))
 """The first and the last version of SGLang that the plugin was tested with."""
 
 _NAME = "cumla"
-# What an indexer of sparse MLA asks DeepGEMM for when it is made, before there is a backend.
+# Names that an indexer of sparse MLA imports from DeepGEMM when it is made, before the backend.
 _BEFORE_INDEXERS = "sglang.srt.layers.attention.dsa.utils.resolve_num_sms"
 _log = logging.getLogger(__name__)
 _hooked: Any = None

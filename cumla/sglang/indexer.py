@@ -52,7 +52,7 @@ def take_over() -> None:
 
 @dataclass(frozen=True)
 class Metadata(DSAIndexerMetadata):
-    """What SGLang's indexer reads of a step; cumla selects, and finds slots of the pool.
+    """Metadata of a step for SGLang's indexer; cumla selects, and finds slots of the pool.
 
     `steps` are those of decoding by their query tokens, one schedule for all layers.
     """

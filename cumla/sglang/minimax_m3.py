@@ -101,7 +101,7 @@ def _serving(
 
 
 def _chooses(given: dict[str, Any]) -> bool:
-    """Whether cumla chooses: by the largest products of one key of each token."""
+    """Return whether cumla chooses: by the largest products of one key of each token."""
     _made.clear()
     q, keys = given["q"], given["k_cache"]
     return (
@@ -118,7 +118,7 @@ def _chooses(given: dict[str, Any]) -> bool:
 
 
 def _attends(given: dict[str, Any]) -> bool:
-    """Whether cumla attends; HiSparse has the keys of blocks in other slots."""
+    """Return whether cumla attends; HiSparse has the keys of blocks in other slots."""
     q, k, v = (given[name] for name in ("q", "k_cache", "v_cache"))
     is_one = all(given.get(name) in (None, 1.0) for name in ("k_scale", "v_scale"))
     served = (

@@ -16,7 +16,7 @@ class GraphBackend(Backend):
 
     @property
     def repeats(self) -> str:
-        """What `repeatable` gives."""
+        """Return what `repeatable` gives."""
         return "a replay of one CUDA graph" if self.cupy else "a call of the reference"
 
     def write(self, target: Any, source: NDArray[Any]) -> None:

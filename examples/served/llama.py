@@ -53,7 +53,7 @@ class LlamaLayer(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What a model makes of tokens."""
+    """Queries, keys and values that a model computes from tokens."""
 
     attended: list[Array]  # of each layer, (tokens, heads, head_dim)
     logits: Array  # (tokens, VOCABULARY)

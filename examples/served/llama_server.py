@@ -24,7 +24,7 @@ FP16 = np.dtype(np.float16)
 
 
 class Inputs(NamedTuple):
-    """What the call of a layer reads; q, k and v are NaN where there is no token."""
+    """Arrays that the call of a layer reads; q, k and v are NaN where there is no token."""
 
     # ``(STEP_TOKENS, heads or kv_heads, head_dim)`` float16, not rotated; q is, by the call.
     q: Any

@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 
 class Inputs(NamedTuple):
-    """What the call of a step reads; where there is no token rows and q are NaN, the others -1."""
+    """Arrays of a step; rows and q without a token are NaN, the others -1."""
 
     # ``(STEP_TOKENS, 576)`` and ``(STEP_TOKENS, heads, 576)`` bfloat16.
     rows: Any

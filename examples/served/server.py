@@ -42,12 +42,12 @@ class Batch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step did."""
+    """Results of a step."""
 
     decoding: int  # requests that decode, a token each
     chunks: list[int]  # tokens of each prompt that was prefilled
     cached: int  # tokens of all requests after it
-    # Of the whole step, and of writing and attending.
+    # The whole step, and writing and attending.
     seconds: float
     kernel_seconds: float
     error: float  # the worst token's
@@ -74,7 +74,7 @@ class Server(ABC):
 
     @property
     def busy(self) -> bool:
-        """Whether a request has tokens left."""
+        """Return whether a request has tokens left."""
         return bool(np.any(self._lengths < self._ends))
 
     def step(self) -> Step:

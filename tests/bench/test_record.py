@@ -96,7 +96,7 @@ def first_rows(section: Section, count: int) -> Section:
 
 
 def small(lab: Lab, batch: int, queries: int, heads: int, kv_len: int) -> Case:
-    """What the row of a shape is made of here: the sizes do not matter."""
+    """Return what the row of a shape is made of here: the sizes do not matter."""
     return mla.dense(lab, 2, 1, 2, 70)
 
 

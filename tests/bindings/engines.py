@@ -214,7 +214,7 @@ class Version:
         return None, False
 
     def find(self, module: str, name: str) -> tuple[str, Any] | None:
-        """Where a name is defined, through imports: its module, and its node or form."""
+        """Return where a name is defined, through imports: its module, and its node or form."""
         tree, is_package = self._parsed(module)
         for node in _statements(tree.body if tree else []):  # a folder may have no __init__.py
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:

@@ -105,7 +105,7 @@ def of(engine: str, version: str) -> dict[str, str]:
 
 
 def is_there(file: str, version: str) -> bool:
-    """Whether a version uses a file of the plugin."""
+    """Return whether a version uses a file of the plugin."""
     return number(version) >= number(SINCE.get(file, "0.0.0"))
 
 
@@ -126,7 +126,7 @@ def positional(parameters: list[str]) -> list[str]:
 
 
 def lacks(method: str, version: str) -> bool:
-    """Whether a version is one of those without a method that others have."""
+    """Return whether a version is one of those without a method that others have."""
     first, last = PARTLY.get(method, ("0", "9999"))
     return not number(first) <= number(version) <= number(last)
 
@@ -182,7 +182,7 @@ def test_classes_of_the_plugin_fit_those_of_a_version(engine: str, version: str)
 
 
 def members_of(each: Class, has: dict[str, str]) -> dict[str, str]:
-    """What a class inherits from the engine: the first base counts."""
+    """Return what a class inherits from the engine: the first base counts."""
     found: dict[str, str] = {}
     for module, name in each.bases:
         start = f"{module}:{name}."

@@ -95,7 +95,7 @@ def of_jax(operation: Operation) -> tuple[Callable[..., Any], Arguments]:
 
 
 def eager(operation: Operation) -> list[np.ndarray]:
-    """What comes back from the same call on NumPy arrays, or was written."""
+    """Return what comes back from the same call on NumPy arrays, or was written."""
     arguments = operation.make()
     result = operation.function(**arguments)
     if operation.in_place:
@@ -868,7 +868,7 @@ print("shares")
 
 @pytest.fixture(scope="module")
 def another_process(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the program above printed, with two devices."""
+    """Return what the program above printed, with two devices."""
     paths = []
     with contextlib.suppress(ImportError):
         import flatbuffers  # noqa: F401

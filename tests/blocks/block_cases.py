@@ -77,12 +77,12 @@ class Sample:
 
     @property
     def has_e4m3(self) -> bool:
-        """Whether keys and values are e4m3: cumla takes such columns only."""
+        """Return whether keys and values are e4m3: cumla takes such columns only."""
         return self.cache == "e4m3" and all(n % 16 == 0 and n <= 256 for n in self.columns)
 
     @property
     def widens(self) -> bool:
-        """Whether blocks of these prompts are widened."""
+        """Return whether blocks of these prompts are widened."""
         heads, most = self.heads[0] // self.heads[1], max(self.columns)
         return self.has_e4m3 and heads <= 16 and 64 < most <= 128
 
@@ -122,7 +122,7 @@ class Problem(NamedTuple):
 
     @property
     def lengths(self) -> dict[str, Any]:
-        """What an update takes."""
+        """Return what an update takes."""
         return {n: self.given[n] for n in ("kv_lens", "qo_indptr") if n in self.given}
 
 

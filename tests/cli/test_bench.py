@@ -43,7 +43,7 @@ RESULTS: dict[str, Any] = {
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """What --json wrote."""
+    """Return what --json wrote."""
     path = tmp_path / "results of a run.json"
     path.write_text(json.dumps(RESULTS))
     return path

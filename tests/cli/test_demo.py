@@ -70,7 +70,7 @@ def run(*argv: str) -> int:
 
 
 def lines(output: str) -> dict[str, str]:
-    """What the lines say, by their labels."""
+    """Return what the lines say, by their labels."""
     labelled = (line.split(maxsplit=1) for line in output.splitlines())
     return dict(labelled)
 

@@ -94,7 +94,7 @@ def make_batch(
 
 
 def settings(batch: Batch, **changes: Any) -> dict[str, Any]:
-    """What a plan takes beside lengths and pages, in FlashInfer's order."""
+    """Return what a plan takes beside lengths and pages, in FlashInfer's order."""
     return {
         "num_heads": HEADS,
         "head_dim_ckv": 512,

@@ -79,7 +79,7 @@ def split(parameters: str) -> list[str]:
 
 
 def differences(theirs: list[str], ours: list[str]) -> set[str]:
-    """What a caller of theirs would notice: names, defaults, and the order of positions."""
+    """Return what a caller of theirs would notice: names, defaults, and the order of positions."""
     found = set()
     default = {}
     for whose, parameters in (("theirs", theirs), ("ours", ours)):

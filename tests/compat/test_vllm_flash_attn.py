@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What vLLM's layer passes, by keyword."""
+        """Return what vLLM's layer passes, by keyword."""
         return {
             "q": self.q,
             "k": self.k_cache,

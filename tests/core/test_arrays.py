@@ -608,7 +608,7 @@ def test_producer_that_refuses_is_named():
 
 
 def bytes_of(imported):
-    """What a kernel would read at the address of an imported contiguous array."""
+    """Return what a kernel would read at the address of an imported contiguous array."""
     view = imported.view
     return np.frombuffer(ctypes.string_at(view.ptr, int(np.prod(view.shape))), np.uint8)
 

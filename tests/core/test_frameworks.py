@@ -151,7 +151,7 @@ def quantize(x: Any) -> Any:
 
 
 def scales_of(x: Any) -> Any:
-    """What the function does, which cumla.torch does not take into a graph."""
+    """Return what the function does, which cumla.torch does not take into a graph."""
     options = QUANTIZE.defaults
     return run(_QUANTIZE, {"x": x}, {"out": None, "scale_out": None}, options)[1] + 0
 

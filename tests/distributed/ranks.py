@@ -361,7 +361,7 @@ def tokens_of_a_block(parallel: ContextParallel) -> int:
 
 
 def seen_blocks(parallel: ContextParallel, q_len: int) -> torch.Tensor:
-    """How many blocks each query token of `lengths` sees."""
+    """Return how many blocks each query token of `lengths` sees."""
     lens = lengths().clip(0, setting.page * setting.columns)
     tokens = lens[:, None] - torch.arange(q_len - 1, -1, -1, device=setting.device)
     seen: torch.Tensor = -(-tokens.reshape(-1) // tokens_of_a_block(parallel))

@@ -44,7 +44,7 @@ def make(request: pytest.FixtureRequest) -> Any:
     params=CASES, ids=lambda case: "{}-world{}-page{}-block{}".format(case[0], *case[1])
 )
 def case(request: pytest.FixtureRequest) -> tuple[Any, list[Shard]]:
-    """What makes arrays, and a shard of each rank."""
+    """Return what makes arrays, and a shard of each rank."""
     name, (world, page_size, block_size) = request.param
     shards = [Shard(r, world, page_size=page_size, block_size=block_size) for r in range(world)]
     return framework(name), shards

@@ -34,7 +34,7 @@ def found_by(ranks: int, folder: Path, *options: str) -> list[dict]:
 
 
 def wrong_in(found: list[dict]) -> str:
-    """What went wrong in the cases of all ranks, but those whose names tell of one rank."""
+    """Return what went wrong in the cases of all ranks, but those whose names tell of one rank."""
     return "\n".join(
         f"rank {rank}, {name}\n{problem}"
         for rank, cases in enumerate(found)

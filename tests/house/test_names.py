@@ -25,7 +25,7 @@ KNOWN = {
 
 
 def lacks(package: str, stem: str) -> set[str]:
-    """What a kernel does without.
+    """Return what a kernel does without.
 
     Its reference is a file named by some of the kernel's words or, of a schedule, the mirror in
     NumPy beside its tests.

@@ -31,7 +31,7 @@ def section(title: str) -> str:
 
 @cache
 def run(code: str) -> dict[str, Any]:
-    """What a block leaves behind."""
+    """Return what a block leaves behind."""
     names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), names)
     return names

@@ -29,7 +29,7 @@ _ENTRIES = {spec.entry for spec in all_specs()}
 
 
 def is_twin(spec: KernelSpec) -> bool:
-    """Whether the kernel is for float16 what another one is for bfloat16."""
+    """Return whether the kernel is for float16 what another one is for bfloat16."""
     return "_float16" in spec.entry and spec.entry.replace("_float16", "_bfloat16") in _ENTRIES
 
 

@@ -89,7 +89,7 @@ def structs_of(text: str, name: str) -> Iterator[str]:
 def declarations(
     text: str, name: str, sizes: dict[str, int], own: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """What the file says of a struct's members, with padding where the compiler has it.
+    """Return what the file says of a struct's members, with padding where the compiler has it.
 
     `own`: what structs of this text are called there.
     """

@@ -37,6 +37,6 @@ def leaves(name: str, prefix: str = "") -> Iterator[str]:
 
 
 def parameters(launch: Launch) -> dict[str, Any]:
-    """What a launch packs, by the kernel's names; tensor maps must be bytes already."""
+    """Return what a launch packs, by the kernel's names; tensor maps must be bytes already."""
     values = launch.layout.unpack(launch.layout.pack(*launch.values))
     return dict(zip(leaves(launch.spec.params), values, strict=True))

@@ -37,7 +37,7 @@ def recorded(stem: str) -> dict[str, dict[str, Any]]:
 
 
 def run_on_a_gpu(spec: KernelSpec) -> bool:
-    """Whether a run of this text was recorded."""
+    """Return whether a run of this text was recorded."""
     known = recorded(spec.stem).get(spec.entry, {})
     return known.get("source") == sources().kernels[spec.stem]["entries"][spec.entry]
 

@@ -14,7 +14,7 @@ from cumla.launch.device import DeviceProperties, import_cupy, properties, requi
 
 @pytest.fixture(autouse=True)
 def forget():
-    """What a process remembers for good must not go from test to test."""
+    """Forget after each test what a process remembers."""
     import_cupy.cache_clear()
     properties.cache_clear()
     yield

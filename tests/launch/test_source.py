@@ -12,7 +12,7 @@ from cumla.launch.source import digest, error_excerpt, strip_comments, translati
 
 
 def positions(text: str) -> dict[str, tuple[str, int]]:
-    """Where ``#line`` says that each line of a translation unit stands."""
+    """Return where ``#line`` says that each line of a translation unit stands."""
     found: dict[str, tuple[str, int]] = {}
     name, number = "", 0
     for line in text.split("\n"):

@@ -133,7 +133,7 @@ class Sample:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether q has an axis of requests."""
+        """Return whether q has an axis of requests."""
         return self.queries in ("uniform", "drafts")
 
     @property
@@ -182,21 +182,21 @@ def make(s: Sample) -> dict[str, Any]:
 
 
 def splits_keys(given: dict[str, Any]) -> bool:
-    """Whether several thread blocks of attention_prefill share the keys of a row tile."""
+    """Return whether several thread blocks of attention_prefill share the keys of a row tile."""
     names = given.keys() & {"q", "k", "v", "qo_indptr", "kv_layout", "causal", "window"}
     plan = cumla.AttentionPlan.from_arrays(**{name: given[name] for name in names})
     return plan.key.choice.is_split and plan.key.parts > 1
 
 
 def has_few_rows(given: dict[str, Any]) -> bool:
-    """Whether row tiles of attention have a row for a thread."""
+    """Return whether row tiles of attention have a row for a thread."""
     names = given.keys() & {"q", "k", "v", "qo_indptr", "kv_layout", "causal", "window"}
     plan = cumla.AttentionPlan.from_arrays(**{name: given[name] for name in names})
     return plan.key.choice.spec.entry.startswith("attention_few_")
 
 
 def reads_pairs(given: dict[str, Any]) -> bool:
-    """Whether a thread block of attention reads two kv heads."""
+    """Return whether a thread block of attention reads two kv heads."""
     names = given.keys() & {"q", "k", "v", "qo_indptr", "kv_layout", "causal", "window"}
     plan = cumla.AttentionPlan.from_arrays(**{name: given[name] for name in names})
     return plan.key.choice.box_heads > 1
@@ -215,7 +215,7 @@ def _q_lens(s: Sample) -> list[int]:
 
 
 def _hidden(s: Sample) -> list[int]:
-    """How many tokens of each request lie before all windows."""
+    """Return how many tokens of each request lie before all windows."""
     left = s.window[0] if isinstance(s.window, tuple) else s.window
     if left is None or left < 0:
         return [0 for _ in s.lens]

@@ -50,7 +50,7 @@ class Biased(NamedTuple):
         return (left < 0 or j >= q.position - left) and (right < 0 or j <= q.position + right)
 
     def of(self, q: Query, j: int) -> np.ndarray:
-        """What the scores of all heads get."""
+        """Return what the scores of all heads get."""
         if "slopes" in self.arrays:
             slopes = self.arrays["slopes"].astype(np.float64)
             return (slopes[q.request] if slopes.ndim == 2 else slopes) * (j - q.position)

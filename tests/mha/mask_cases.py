@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
     @property
     def places(self) -> dict[str, Any]:
-        """What builders take."""
+        """Return what builders take."""
         bounds = self.lead + np.cumsum([0, *self.q_lens])
         found = {"qo_indptr": bounds.astype(np.int32), "kv_lens": np.array(self.kv_lens, np.int32)}
         found["total_tokens"] = self.total

@@ -200,7 +200,7 @@ def attend(
 
 
 def reads_pairs(problem: Problem, put: Callable[[Any], Any]) -> bool:
-    """Whether a thread block of attention reads two kv heads."""
+    """Return whether a thread block of attention reads two kv heads."""
     given = {n: put(problem.given[n]) for n in ("q", "k", "v", "qo_indptr") if n in problem.given}
     form = "rows" if problem.mask.tree is None else "tree"
     plan = cumla.AttentionPlan.from_arrays(**given, mask_form=form)

@@ -124,7 +124,7 @@ def tree_of(sample: Sample, rng: np.random.Generator) -> np.ndarray:
 
 
 def seen_by_tree(sample: Sample, request: int, tree: np.ndarray) -> np.ndarray:
-    """Whether some query of a request sees each of its tokens."""
+    """Return whether some query of a request sees each of its tokens."""
     n, tokens = sample.q_lens[request], sample.kv_lens[request]
     begin = sum(sample.q_lens[:request])
     seen = np.zeros(tokens, bool)

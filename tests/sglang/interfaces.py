@@ -32,7 +32,7 @@ def takes(ours: Any, theirs: Any) -> bool:
 
 
 def check_graphs_and_lists() -> None:
-    """What is called in a capture, and what a layer of sparse MLA calls."""
+    """Return what is called in a capture, and what a layer of sparse MLA calls."""
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
@@ -51,7 +51,7 @@ def check_graphs_and_lists() -> None:
 
 
 def check_indexer() -> None:
-    """What the indexer of sparse MLA calls, and when it is made."""
+    """Return what the indexer of sparse MLA calls, and when it is made."""
     from sglang.srt.layers.attention.dsa import dsa_indexer, utils
 
     theirs = dsa_indexer.Indexer
@@ -78,7 +78,7 @@ def check_indexer() -> None:
 
 
 def check_blocks() -> None:
-    """What the layers of MiniMax M3 call that choose blocks: all arguments are named."""
+    """Return what the layers of MiniMax M3 call that choose blocks: all arguments are named."""
     from cumla.sglang.minimax_m3 import _FUNCTIONS, _HOME
 
     spec = find_spec(_HOME)

@@ -49,7 +49,7 @@ class Step:
         return 512 if self.v4 else 576
 
     def numbers(self, each: bool = False) -> dict[str, Any]:
-        """What a plan is made of; with a length of each query token."""
+        """Return what a plan is made of; with a length of each query token."""
         found = {"batch": self.batch, "q_len": self.q_len, "num_heads": self.heads}
         found |= {"topk": self.topk, "extra_topk": self.window}
         found |= {"index_heads": self.index_heads, "index_dim": self.dim}

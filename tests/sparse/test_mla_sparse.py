@@ -60,7 +60,7 @@ def flat(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def inputs(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a plan's run takes."""
+    """Return what a plan's run takes."""
     return {name: array for name, array in arguments.items() if name != "topk_lens"}
 
 

@@ -71,7 +71,7 @@ class Slots(NamedTuple):
         return after.reshape(-1, self.page_size, 8)
 
     def rows(self) -> Any:
-        """What the slots stand for, (slots, 512) float64."""
+        """Return what the slots stand for, (slots, 512) float64."""
         columns = self.columns().reshape(self.count, 576)
         factors = FACTORS[self.exponents().reshape(self.count, 8)[:, :7]]
         latent = VALUES[columns[:, :448]] * np.repeat(factors, 64, axis=1)
@@ -147,7 +147,7 @@ def slots_of(cache: Any) -> Slots:
 
 
 def rows_of(cache: Any) -> Any:
-    """What the slots of a cache in either format stand for."""
+    """Return what the slots of a cache in either format stand for."""
     if cache.shape[-1] == 584:
         return slots_of(cache if cache.ndim == 4 else cache[:, :, None]).rows()
     return cache.astype(np.float64).reshape(-1, 512)
@@ -220,7 +220,7 @@ def flat(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def inputs(given: dict[str, Any]) -> dict[str, Any]:
-    """What a plan's run takes."""
+    """Return what a plan's run takes."""
     return {name: array for name, array in given.items() if name not in LENGTHS}
 
 

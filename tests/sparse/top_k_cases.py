@@ -130,7 +130,7 @@ def _forget() -> None:
 
 
 def same_bits(got: Array, want: Array) -> bool:
-    """Whether two arrays are equal to the bit, NaN and zeros of either sign included."""
+    """Return whether two arrays are equal to the bit, NaN and zeros of either sign included."""
     whole = (np.ascontiguousarray(got), np.ascontiguousarray(want))
     return all(a.shape == got.shape and a.dtype == got.dtype for a in whole) and np.array_equal(
         *(a.view(np.uint8) for a in whole)

@@ -83,7 +83,7 @@ def graphs_of_drafts(builder: Any) -> CUDAGraphMode:
 
 
 def check_layers_of_their_own() -> None:
-    """What the plugin replaces in models whose layers do not ask for a backend."""
+    """Return what the plugin replaces in models whose layers do not ask for a backend."""
     import cumla.vllm
     from cumla.compat.vllm_minimax_m3 import _HOMES
     from cumla.vllm.step5 import _HOME

@@ -403,6 +403,6 @@ class MHA:
         return self.impls[name].forward(self.layer, *arrays, output, **options)
 
     def pages(self) -> tuple[Any, Any]:
-        """What was written: keys and values."""
+        """Return what was written: keys and values."""
         shape = (PAGES, PAGE, 2, 64)
         return self.keys.view(shape), self.values.view(shape)

@@ -51,7 +51,7 @@ def cut(one: SparseMLA, own: SparseMLA, table: Any, rank: int) -> None:
 
 
 def counts(starts: tuple[int, ...]) -> list[int]:
-    """What each query token sees."""
+    """Return what each query token sees."""
     spans = zip(LENS, starts, starts[1:], strict=False)
     return [n - (end - 1 - i) for n, first, end in spans for i in range(first, end)]
 
@@ -83,7 +83,7 @@ def prefilled(sparse: SparseMLA, rank: int | None) -> Any:
 
 
 def attended(sparse: SparseMLA, starts: tuple[int, ...]) -> Any:
-    """What the heads of all ranks get of this one's tokens."""
+    """Return what the heads of all ranks get of this one's tokens."""
     sparse.impl.need_to_return_lse_for_decode = True
     step = sparse.step(int32(*LENS), int32(*starts), starts[-1])
     return sparse.attend(step, torch.cat(queries(starts[-1], heads=HEADS), -1))

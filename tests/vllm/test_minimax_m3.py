@@ -70,7 +70,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def chosen(backend: Any = stub.Backends.CUSTOM) -> tuple[Any, Any]:
-    """What layers of vLLM's model call: the classes of attention and of the indexer."""
+    """Return what layers of vLLM's model call: the classes of attention and of the indexer."""
     cumla.vllm.register()
     from vllm.config import get_current_vllm_config
 

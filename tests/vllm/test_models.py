@@ -580,7 +580,7 @@ def test_it_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    """What the plugins have logged of kernels, in a process that said nothing before."""
+    """Return what the plugins have logged of kernels, in a process that said nothing before."""
     pytest.importorskip("torch")
     monkeypatch.setattr("cumla._choices._said", set())
     caplog.set_level("INFO")

@@ -42,7 +42,7 @@ STEPS = {  # lengths of the cache, offsets, tokens: the lists of a plan
 
 
 def visible(lens: Any, starts: Any) -> list[int]:
-    """What each query token sees."""
+    """Return what each query token sees."""
     spans = zip(lens, starts, starts[1:], strict=False)
     return [n - (end - 1 - i) for n, first, end in spans for i in range(first, end)]
 

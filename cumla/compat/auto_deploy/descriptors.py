@@ -28,7 +28,7 @@ class AttentionDescriptor:
 
     @classmethod
     def is_paged(cls) -> bool:
-        """Whether a sequence may have several pages."""
+        """Return whether a sequence may have several pages."""
         return cls._table[2]
 
     @classmethod

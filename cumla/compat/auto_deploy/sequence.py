@@ -159,7 +159,7 @@ class SequenceInfo:
 
     @property
     def is_generate(self) -> bool:
-        """Whether each sequence has one new token."""
+        """Return whether each sequence has one new token."""
         return all(length == 1 for length in self.sequence_lengths)
 
     @property
@@ -177,7 +177,7 @@ class SequenceInfo:
 
     @property
     def is_paged(self) -> bool:
-        """Whether a sequence may have several pages."""
+        """Return whether a sequence may have several pages."""
         return self.page_size < self.max_seq_len
 
     @property

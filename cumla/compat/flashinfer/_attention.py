@@ -243,7 +243,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             checked_batch(self._names.buffers, dict(self._kept))
         self._types: tuple[Any, Any] = (None, None)  # of queries and keys
         self._mask: AttentionMask | None = None  # of the last plan; in graphs it stays there
-        # Where its rows are lists of keys: pages, lengths and shape before each became a request.
+        # Pages, lengths and shape before each row, a list of keys, became a request.
         self._listed: tuple[dict[str, Any], _Shape] | None = None
         self._keeps_masks = use_cuda_graph and given.get("custom_mask_buf") is not None
         self._options = Options(-1, None, None)
@@ -251,7 +251,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether lengths and pages stay at the addresses that CUDA graphs read."""
+        """Return whether lengths and pages stay at the addresses that CUDA graphs read."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(

@@ -157,7 +157,7 @@ class MultiLevelCascadeAttentionWrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether lengths and pages stay at the addresses that CUDA graphs read."""
+        """Return whether lengths and pages stay at the addresses that CUDA graphs read."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(

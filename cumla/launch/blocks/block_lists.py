@@ -70,12 +70,12 @@ class BlockArguments(NamedTuple):
     v_scale: Scale
     layout: str  # of the pages that were given
     causal: bool
-    # Of keys and values, (num_kv_heads, rows of the cache) float32; then scales are 1.
+    # Factors of keys and values, (num_kv_heads, rows of the cache) float32; then scales are 1.
     factors: tuple[ArrayView, ArrayView] | None = None
 
     @property
     def has_heads(self) -> bool:
-        """Whether arrays of numbers for each kv head are read, which take a launch a head."""
+        """Return whether factors of each kv head are read: they take a launch for each head."""
         given = (self.sinks, self.k_scale.view, self.v_scale.view)
         return self.k.shape[2] > 1 and any(_of_heads(view) for view in given)
 

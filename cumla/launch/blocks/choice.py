@@ -111,8 +111,8 @@ class Rules:
     # multiprocessors, all take longer; of 16 they may be a half at most (block-gathered.json).
     gathered_clusters: tuple[int, ...] = (16, 8, 4, 3, 2, 1)
     # Thread blocks of a list of 256 columns, of which each has a multiprocessor and three chunks of
-    # a warp there, if multiprocessors suffice, or half of them for 8 and 16. Else two have one, with
-    # a chunk of a warp each (block-gathered.json).
+    # a warp there, if multiprocessors suffice, or half of them for 8 and 16. Else two share one,
+    # with a chunk of a warp each (block-gathered.json).
     alone: tuple[int, ...] = (1, 2, 8, 16)
     large_fill: float = 0.5
     # Forms of block_attention_few: the first that suffices. Few lists of many thread blocks with a

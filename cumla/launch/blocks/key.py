@@ -44,7 +44,7 @@ _UNIT = constant("blocks/block_tiles", "mha::kUnit")  # keys of which a mask say
 _SLOT_BYTES = constant("blocks/block_places", "sizeof(Slot)")
 _COUNTS_BYTES = constant("blocks/block_tiles", "sizeof(TileCounts)")
 _TILE_TOKENS = constant("blocks/block_tiles", "mha::kTileTokens")  # at most
-# Of lists that block_attention reads: entries, and heads of a kv head; tokens of a block are whole
+# Lists that block_attention reads: entries, and heads of a kv head; tokens of a block are whole
 # chunks of e4m3 keys.
 _ENTRIES, _HEADS, _CHUNK = (
     constant("blocks/block_attention", name)
@@ -64,7 +64,7 @@ class _ListedKey(MHAKey):
 
     @cached_property
     def form(self) -> str:
-        """How tiles are loaded: small blocks by rows, as one thread queues the boxes of others."""
+        """Return the form of loads: rows for small blocks, boxes queued by one thread for others."""
         return "rows" if self.page_size <= RULES.row_tokens else super().form
 
 
@@ -161,7 +161,7 @@ class BlockKey(_ListedKey):
 
     @property
     def is_short(self) -> bool:
-        """Whether block_attention has kernels for such lists."""
+        """Return whether block_attention has kernels for such lists."""
         return (
             self.kernel_tiles == (2, 2)
             and self.num_heads <= _HEADS
@@ -171,7 +171,7 @@ class BlockKey(_ListedKey):
 
     @cached_property
     def is_direct(self) -> bool:
-        """Whether block_attention serves these lists."""
+        """Return whether block_attention serves these lists."""
         return self.is_short and self.tile is None
 
     @cached_property
@@ -245,7 +245,7 @@ class BlockKey(_ListedKey):
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether no virtual request is split."""
+        """Return whether no virtual request is split."""
         return is_whole(self.num_places, self.sm_count)
 
     @cached_property
@@ -332,7 +332,7 @@ class TileKey(MHAKey):
 
     @property
     def is_e4m3(self) -> bool:
-        """Whether keys and values are e4m3."""
+        """Return whether keys and values are e4m3."""
         return self.cache_dtype == E4M3
 
     @property
@@ -350,7 +350,7 @@ class TileKey(MHAKey):
 
     @property
     def serves(self) -> bool:
-        """Whether a kernel has these columns and blocks, and tiles are worth it."""
+        """Return whether a kernel has these columns and blocks, and tiles are worth it."""
         tiles = self.total_tokens // self.tile_tokens * self.num_kv_heads
         few, of = RULES.e4m3_tiles_of_sm if self.is_e4m3 else RULES.tiles_of_sm
         return (

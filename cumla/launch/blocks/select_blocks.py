@@ -61,7 +61,7 @@ class SelectArguments(NamedTuple):
 
     @property
     def is_group_major(self) -> bool | None:
-        """Whether rows of a group are evenly spaced, one group after another; None: neither."""
+        """True if rows follow each other by group, False if by token, None if by neither."""
         (tokens, groups, _), (of_token, of_group, _) = self.scores.shape, self.scores.strides
         if tokens == 1 or groups == 1 or of_token == groups * of_group:
             return False

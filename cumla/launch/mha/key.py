@@ -31,13 +31,13 @@ class MHAKey(MHAShape):
 
     @property
     def is_uncut(self) -> bool:
-        """Whether no row tile is split among several parts."""
+        """Return whether no row tile is split among several parts."""
         choice = self.choice
         return super().is_uncut or choice.takes_single_rows or choice.takes_full_tiles
 
     @property
     def is_of_chunks(self) -> bool:
-        """Whether it has the full tiles of a mixed batch, which may have none."""
+        """Return whether it has the full tiles of a mixed batch, which may have none."""
         return self.role == "full tiles"
 
     @cached_property
@@ -113,7 +113,7 @@ class MHAKey(MHAShape):
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether the kernel has L2 fetch blocks before it loads them."""
+        """Return whether the kernel has L2 fetch blocks before it loads them."""
         return False
 
     @cached_property
@@ -172,7 +172,7 @@ class MHAKey(MHAShape):
 
     @cached_property
     def may_wait(self) -> bool:
-        """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
+        """Return whether all thread blocks fit on the GPU at once, so one may wait for another."""
         return self.parts * self.tiles // self.choice.box_heads <= self.sm_count
 
     @cached_property

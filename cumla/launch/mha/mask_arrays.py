@@ -34,7 +34,7 @@ class MaskArrays(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no mask."""
+        """Return whether there is no mask."""
         return self.form == "none"
 
 

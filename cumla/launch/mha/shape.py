@@ -56,12 +56,12 @@ class MHAShape(RaggedKey):
 
     @property
     def numbers_requests(self) -> bool:
-        """Whether the schedule has the numbers of requests, of which masks have arrays."""
+        """Return whether the schedule has the numbers of requests, of which masks have arrays."""
         return self.masked
 
     @property
     def has_window(self) -> bool:
-        """Whether a query sees only some of the keys before its own."""
+        """Return whether a query sees only some of the keys before its own."""
         return self.window_left >= 0
 
     @property

@@ -71,7 +71,7 @@ class LatentKey(PlanKey):
 
     @property
     def is_wide(self) -> bool:
-        """Whether kernels have room for two blocks in shared memory, and not for four."""
+        """Return whether kernels have room for two blocks in shared memory, and not for four."""
         return self.value_dim == VALUE_DIM
 
     @property
@@ -101,12 +101,12 @@ class LatentKey(PlanKey):
 
     @property
     def has_whole_tiles(self) -> bool:
-        """Whether e4m3 rows meet 64 heads of one query token at a time."""
+        """Return whether e4m3 rows meet 64 heads of one query token at a time."""
         return self.is_wide and self.heads_per_group % ROW_TILE == 0
 
     @property
     def has_fp8_products(self) -> bool:
-        """Whether e4m3 rows have a kernel with products in e4m3."""
+        """Return whether e4m3 rows have a kernel with products in e4m3."""
         return self.has_whole_tiles and self.width == WIDTH
 
 
@@ -169,12 +169,12 @@ class MLADecodeKey(_DenseKey):
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether the kernel has L2 fetch blocks before it loads them."""
+        """Return whether the kernel has L2 fetch blocks before it loads them."""
         return self.cache == "same" and self.variant == "shared_blocks" and self.is_wide
 
     @property
     def takes_pieces(self) -> bool:
-        """Whether a thread block may have all pieces of a batch-invariant request."""
+        """Return whether a thread block may have all pieces of a batch-invariant request."""
         is_plain = self.cache == "same" and self.width == WIDTH and self.by_tiles is None
         return self.batch_invariant and is_plain and self.variant != "swapped"
 
@@ -349,7 +349,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether the kernel has L2 fetch blocks before it loads them."""
+        """Return whether the kernel has L2 fetch blocks before it loads them."""
         return self.cache == "same" and self.is_wide
 
     @property

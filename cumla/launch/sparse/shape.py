@@ -40,17 +40,17 @@ class MLASparseShape(LatentKey):
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether the kernel computes from whole packed rows."""
+        """Return whether the kernel computes from whole packed rows."""
         return self.cache in WHOLE_ROWS
 
     @property
     def reads_lists(self) -> bool:
-        """Whether the kernel reads the caller's lists, which then are not made compact."""
+        """Return whether the kernel reads the caller's lists, which then are not made compact."""
         return self.cache in FORMATS
 
     @property
     def is_widened(self) -> bool:
-        """Whether a kernel for one or two caches of WIDENED computes."""
+        """Return whether a kernel for one or two caches of WIDENED computes."""
         return self.cache in WIDENED
 
     @property

@@ -161,7 +161,7 @@ class PlanKey(ABC):
     @property
     @abstractmethod
     def fetches_ahead(self) -> bool:
-        """Whether the kernel has L2 fetch blocks before it loads them."""
+        """Return whether the kernel has L2 fetch blocks before it loads them."""
 
     @property
     @abstractmethod
@@ -236,7 +236,7 @@ class PlanKey(ABC):
 
     @cached_property
     def may_wait(self) -> bool:
-        """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
+        """Return whether all thread blocks fit on the GPU at once, so one may wait for another."""
         return self.parts * self.tiles <= self.sm_count
 
     @cached_property
@@ -266,7 +266,7 @@ class RaggedKey(PlanKey):
 
     @property
     def is_uncut(self) -> bool:
-        """Whether no row tile is split among several parts."""
+        """Return whether no row tile is split among several parts."""
         return self.role == "unsplit"
 
     @cached_property
@@ -296,12 +296,12 @@ class RaggedKey(PlanKey):
 
     @property
     def numbers_requests(self) -> bool:
-        """Whether the schedule has the numbers of requests, for arrays of one number each."""
+        """Return whether the schedule has the requests' numbers, for arrays of one number each."""
         return False
 
     @cached_property
     def has_small_batch(self) -> bool:
-        """Whether each warp of the schedule can hold all requests, and a part each of its own."""
+        """Return whether each warp of the schedule can hold all requests, and a part for each."""
         cuts = self.parts > 1 and not self.batch_invariant and self.beside is None
         return cuts and 0 < self.batch <= min(self.parts, 32)
 

@@ -50,7 +50,7 @@ stride, block_indices, out
 
 
 class Sums(NamedTuple):
-    """How products of heads become those of groups."""
+    """Options that make scores of groups from the products of heads."""
 
     weights: Array | None = None
     is_relu: bool = False

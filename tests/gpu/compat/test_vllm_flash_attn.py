@@ -71,7 +71,7 @@ class Step:
 
     @property
     def slots(self) -> Any:
-        """Where the new tokens go, which are the last ones of each request."""
+        """Return where the new tokens go, which are the last ones of each request."""
         slots = []
         for r, (n, length) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             at = torch.arange(length - n, length, device=DEVICE)

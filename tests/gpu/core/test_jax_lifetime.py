@@ -74,7 +74,7 @@ def bits(array: Any) -> np.ndarray:
 
 
 def drop_while_read(jax: Any, stream: Any, drop: Callable[[list[Any]], None]) -> tuple[Any, Any]:
-    """What a slow reader got of a result dropped at once, and what it should have got."""
+    """Return what a slow reader got of a result dropped at once, and what it should have got."""
     first, others = ready_arguments(jax, 0), ready_arguments(jax, 1)
     copy = slow_copy(jax)
     kept = jax.numpy.array(cumla.mla_decode(*first, stream=stream).out, copy=True)

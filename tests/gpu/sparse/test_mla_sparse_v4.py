@@ -47,7 +47,7 @@ every_form = pytest.mark.parametrize(("form", "heads", "extra"), EVERY_FORM)
 
 
 def formed(form: str) -> dict[str, str]:
-    """What a case has of a form, or of those of two caches."""
+    """Return what a case has of a form, or of those of two caches."""
     first, _, second = form.partition("+")
     return {"form": first, "extra_form": second}
 

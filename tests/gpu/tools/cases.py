@@ -94,7 +94,7 @@ class Case:
 
 
 def allowed(chosen: Mapping[str, object]) -> bool:
-    """Whether the factors chosen so far can stand together (missing ones are still open)."""
+    """Return whether the factors chosen so far can stand together (missing ones are still open)."""
     heads, kv_heads = chosen.get("heads"), chosen.get("kv_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         return False
@@ -131,7 +131,7 @@ def _groups() -> tuple[tuple[str, ...], ...]:
 
 
 def _completable(chosen: dict[str, object]) -> bool:
-    """Whether a case exists that contains these values."""
+    """Return whether a case exists that contains these values."""
     return _are_completable(*[(n, chosen[n]) for n in _BOUND if n in chosen])
 
 

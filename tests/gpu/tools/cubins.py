@@ -132,7 +132,7 @@ class Cubin:
         return struct.pack(f"<{len(words)}Q", *words), used
 
     def _table(self) -> list[bytes]:
-        """What the variables hold whose addresses are in the table."""
+        """Return what the variables hold whose addresses are in the table."""
         if f".nv.constant{_ADDRESSES}" not in self.names:
             return []
         symbols = self.contents(self.names.index(".symtab"))

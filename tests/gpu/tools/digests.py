@@ -69,7 +69,7 @@ def specs(stem: str) -> tuple[KernelSpec, ...]:
 
 
 def subject(stem: str) -> dict[str, Any]:
-    """What is known of a kernel as its sources are now: digests by entry point."""
+    """Return what is known of a kernel as its sources are now: digests by entry point."""
     found = launches()
     entries = specs(stem)
     return {

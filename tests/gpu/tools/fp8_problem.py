@@ -97,12 +97,12 @@ class Fp8Case:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether the latent columns have scales of their own."""
+        """Return whether the latent columns have scales of their own."""
         return self.form in ("scales", "scales, e4m3 rope", "packed")
 
     @property
     def has_e4m3_rope(self) -> bool:
-        """Whether the RoPE columns are e4m3, too."""
+        """Return whether the RoPE columns are e4m3, too."""
         return self.form not in ("16-bit rope", "scales", "packed")
 
     @property
@@ -114,7 +114,7 @@ class Fp8Case:
 
 @functools.cache
 def e4m3_numbers() -> np.ndarray:
-    """What each byte stands for."""
+    """Return what each byte stands for."""
     return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
@@ -188,7 +188,7 @@ class Fp8Problem:
 
     @property
     def lengths_of_plan(self) -> dict[str, Array]:
-        """What a plan of the operation is updated with."""
+        """Return what a plan of the operation is updated with."""
         if self.case.operation == "decode":
             return {"kv_lens": self.kv_lens}
         lengths = {"kv_lens": self.kv_lens, "qo_indptr": self._qo_indptr}
@@ -209,7 +209,7 @@ class Fp8Problem:
 
     @functools.cached_property
     def _list(self) -> tuple[Array, Array]:
-        """Where each request's pages begin in a list of all, and the list."""
+        """Return where each request's pages begin in a list of all, and the list."""
         counts = [-(-length // self.case.page_size) for length in self.lengths.tolist()]
         used = [row[:count] for row, count in zip(self.table, counts, strict=True)]
         begins = np.cumsum([0, *counts]).astype(np.int32)
@@ -218,7 +218,7 @@ class Fp8Problem:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What a run of a plan takes, but for its outputs."""
+        """Return what a run of a plan takes, but for its outputs."""
         is_list = self.case.operation == "list"
         table = None if is_list else self.block_table
         inputs = {"q": self.q, "kv_cache": self.kv_cache, "block_table": table}

@@ -388,7 +388,7 @@ class Paged:
 
     @property
     def options(self) -> dict[str, str]:
-        """What a call, or a plan, has to be told."""
+        """Return what a call, or a plan, has to be told."""
         return {"cache_format": "mxfp4"} if self.form == "mxfp4" else {}
 
     def move(self, memory: Array, begins: Sequence[int]) -> np.ndarray:

@@ -38,7 +38,7 @@ class Memory:
         return there.view(value.dtype)
 
     def download(self, array: np.ndarray) -> np.ndarray:
-        """What the copy of an array holds now."""
+        """Return what the copy of an array holds now."""
         owner = owner_of(array)
         there = self.bytes_of(array).get().view(owner.dtype).reshape(owner.shape)
         offset = array.ctypes.data - owner.ctypes.data

@@ -58,7 +58,7 @@ TILE_PLACE = np.dtype(
 
 
 def places_table(lengths: np.ndarray, parts: int, row_groups: int, tiles: int = 1) -> np.ndarray:
-    """What lies at each place for these lengths, derived from :func:`schedule`.
+    """Return what lies at each place for these lengths, derived from :func:`schedule`.
 
     Returns
     -------
@@ -155,7 +155,7 @@ def _parts(bounds: np.ndarray, splits: list[tuple[int, int, int]]) -> np.ndarray
 
 
 def tile_places_table(made: TileSchedule) -> np.ndarray:
-    """What lies at each place where query lengths differ: ``(tiles,)`` of TILE_PLACE."""
+    """Return what lies at each place where query lengths differ: ``(tiles,)`` of TILE_PLACE."""
     table = np.zeros(len(made.places), TILE_PLACE)
     for name, column in zip(TILE_PLACE.names or (), made.places.T, strict=True):
         table[name] = column

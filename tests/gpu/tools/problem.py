@@ -108,7 +108,7 @@ class Problem:
 
     @property
     def inputs(self) -> dict[str, Array]:
-        """What a run of a plan takes, by name."""
+        """Return what a run of a plan takes, by name."""
         return {"q": self.q, "kv_cache": self.kv_cache, "block_table": self.block_table}
 
     @property

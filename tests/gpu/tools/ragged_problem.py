@@ -57,7 +57,7 @@ class Ragged:
 
     @property
     def qo_indptr(self) -> np.ndarray:
-        """Where the rows of each request begin."""
+        """Return where the rows of each request begin."""
         return (self.before + np.cumsum([0, *self.q_lens])).astype(np.int32)
 
     @property
@@ -93,13 +93,13 @@ class RaggedProblem:
 
     @property
     def lengths(self) -> dict[str, Array]:
-        """What a plan is updated with."""
+        """Return what a plan is updated with."""
         taken = {"kv_lens": self.kv_lens, "qo_indptr": self.qo_indptr}
         return taken | {n: a for n, a in self.paging.items() if n == "kv_indptr"}
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What a run of a plan takes."""
+        """Return what a run of a plan takes."""
         pages = {n: a for n, a in self.paging.items() if n != "kv_indptr"}
         return {"q": self.q, "kv_cache": self.kv_cache, "block_table": None} | pages
 

@@ -85,7 +85,7 @@ class Sources(NamedTuple):
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> Sources:
-        """What `_asdict` of one became in a file."""
+        """Return what `_asdict` of one became in a file."""
         modules = {name: Module(*said) for name, said in written["modules"].items()}
         core = tuple(written["of_runtime"])
         return cls(written["runtime"], written["kernels"], modules, core)
@@ -129,7 +129,7 @@ def problems(stem: str, folder: Path, sources: Sources) -> list[str]:
 
 
 def _changes(stem: str, kernel: Mapping[str, Any], sources: Sources, folder: Path) -> Iterator[str]:
-    """What of a kernel is no longer as it was proven.
+    """Return what of a kernel is no longer as it was proven.
 
     A call that its evidence does not know may launch an entry that has not changed, if the
     evidence of another kernel knows that call: whoever proved that kernel ran both.
@@ -211,7 +211,7 @@ def module_problems(part: Mapping[str, Any], module: Module) -> Iterator[str]:
 
 
 def ran(stem: str, part: Mapping[str, Any], sources: Sources) -> bool:
-    """Whether a tool ran a kernel, as it ships or edited, or reports one."""
+    """Return whether a tool ran a kernel, as it ships or edited, or reports one."""
     entries = {stem, *sources.kernels[stem]["entries"]}
     seen = (part["shipped"], part["kernels"], *part["edited"].values())
     return not all(entries.isdisjoint(names) for names in seen)
@@ -403,7 +403,7 @@ class Results:
             worst[figure] = max(worst.get(figure, (-1.0, "")), there)
 
     def part(self) -> dict[str, Any]:
-        """What runs.json says of the module."""
+        """Return what runs.json says of the module."""
         skipped = defaultdict(set)
         for test, outcome in self.outcomes.items():
             if outcome not in ("passed", "failed"):

@@ -104,17 +104,17 @@ class SparseCase:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether latent columns are e4m3."""
+        """Return whether latent columns are e4m3."""
         return self.form in FP8_FORMS
 
     @property
     def has_scales(self) -> bool:
-        """Whether they have scales of their own."""
+        """Return whether they have scales of their own."""
         return "scales" in FORMS[self.form][-1] or self.form == "packed"
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the kernel multiplies scales as float16."""
+        """Return whether the kernel multiplies scales as float16."""
         return self.form == "packed"
 
     @property
@@ -181,7 +181,7 @@ class SparseProblem:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What a run of a plan takes, but for its outputs."""
+        """Return what a run of a plan takes, but for its outputs."""
         return {name: a for name, a in self.arguments.items() if name != "topk_lens"}
 
     def named(self) -> np.ndarray:

@@ -60,12 +60,12 @@ class V4Case(SparseCase):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the cache has no numbers of 16 bits alone."""
+        """Return whether the cache has no numbers of 16 bits alone."""
         return "float" not in self.form
 
     @property
     def has_scales(self) -> bool:
-        """Whether rows have scales of their own."""
+        """Return whether rows have scales of their own."""
         return self.is_fp8 and self.form != "e4m3"
 
     @property
@@ -75,7 +75,7 @@ class V4Case(SparseCase):
 
     @property
     def formats(self) -> dict[str, str]:
-        """What has to be named."""
+        """Return what has to be named."""
         if self.form not in FOLLOWED:
             return {}
         extra = {"extra_cache_format": self.extra_form} if self.extra_form and self.extra else {}
@@ -91,7 +91,7 @@ class V4Case(SparseCase):
 
     @property
     def second(self) -> V4Case:
-        """What the lists of the second cache are made by."""
+        """Return what the lists of the second cache are made by."""
         return dataclasses.replace(
             self,
             form=self.extra_form or self.form,
@@ -179,13 +179,13 @@ class V4Problem(SparseProblem):
 
     @property
     def lengths(self) -> dict[str, Any]:
-        """What an update of a plan takes."""
+        """Return what an update of a plan takes."""
         names = ("topk_lens", "extra_topk_lens")
         return {name: self.arguments[name] for name in names if name in self.arguments}
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What a run of a plan takes, but for its outputs."""
+        """Return what a run of a plan takes, but for its outputs."""
         assert isinstance(self.case, V4Case)
         others = {*self.lengths, *self.case.formats}
         return {name: a for name, a in self.arguments.items() if name not in others}

@@ -197,7 +197,7 @@ def check_parts(parts: np.ndarray, blocks: list[int]) -> None:
 
 
 def has(part: list[int], place: int) -> bool:
-    """Whether a part computes some of a place."""
+    """Return whether a part computes some of a place."""
     begin, block, _, _, end, end_block = part
     if (begin, block) == (end, end_block):
         return False

@@ -228,7 +228,7 @@ def test_none(changes: dict[str, Any]) -> None:
 
 
 def launches(arguments: dict[str, Any]) -> list[Launch]:
-    """What a call launches."""
+    """Return what a call launches."""
     found: list[Launch] = []
 
     def record(launch: Launch) -> None:

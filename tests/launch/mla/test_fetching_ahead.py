@@ -57,7 +57,7 @@ def shares_of_request(rows: int) -> list[Share]:
 def boxes_fetched(
     key: MLADecodeKey | MLAAttentionKey, form: str, share: Share
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """What a row tile fetches: (box, row in it) of latent columns; boxes of RoPE columns."""
+    """Return what a row tile fetches: (box, row in it) of latent columns; boxes of RoPE columns."""
     latent: list[tuple[int, int]] = []
     rope: list[int] = []
     whole = form == "pages" or key.box_rows == BLOCK_TOKENS
@@ -71,7 +71,7 @@ def boxes_fetched(
 
 
 def rows_fetched(share: Share) -> list[int]:
-    """Which single rows of a block a row tile fetches: each by the warp that copies it."""
+    """Return which single rows of a block a row tile fetches: each by the warp that copies it."""
     known, lanes = 16, 32  # kShare of RowCopier with four warps: lanes i and i + 16 know one row
     return [
         warp * known + lane

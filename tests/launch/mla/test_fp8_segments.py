@@ -332,7 +332,7 @@ class Barrier:
             self.arrived = []
 
     def passed(self, phase: int) -> Clock | None:
-        """What a wait for the phase tells; None if it goes on."""
+        """Return what a wait for the phase tells; None if it goes on."""
         if len(self.complete) % 2 == phase % 2:
             return None
         if len(self.complete) != phase + 1:

@@ -28,7 +28,7 @@ def rows_of(q_lens: tuple[int, ...], batch: list[int]) -> np.ndarray:
 def attend(
     batch: list[int], processors: int, *, listed: bool = False, **more: Any
 ) -> dict[int, Any]:
-    """What each request of the batch gets, by number."""
+    """Return what each request of the batch gets, by number."""
     rng = np.random.default_rng(3)
     q = rng.standard_normal((sum(Q_LENS), HEADS, 576)).astype(ml_dtypes.bfloat16)
     cache = rng.standard_normal((100, 64, 576)).astype(ml_dtypes.bfloat16)

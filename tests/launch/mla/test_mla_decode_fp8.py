@@ -139,7 +139,7 @@ def load_rope_raw(cache: Array, tile: Array) -> list[list[int]]:
 
 
 def swizzled_128(place: int) -> int:
-    """Where the copy engine's 128-byte swizzle puts a byte: bits 4 to 6 xor bits 7 to 9."""
+    """Return where the copy engine's 128-byte swizzle puts a byte: bits 4 to 6 xor bits 7 to 9."""
     return place ^ (place >> 7 & 7) << 4
 
 
@@ -179,7 +179,7 @@ def clear_past(slot: Array, scales: Array, valid: int, layout: Layout) -> None:
 
 
 def conflict_free(places: list[int]) -> bool:
-    """Whether each eight lanes' 16 bytes lie in different banks."""
+    """Return whether each eight lanes' 16 bytes lie in different banks."""
     groups = np.array(places).reshape(-1, 8) // 16 % 8
     return all(len(set(group)) == 8 for group in groups.tolist())
 
@@ -305,7 +305,7 @@ def rope_steps(columns: Array, layout: Layout) -> tuple[list[Array], list[list[i
 
 
 def accumulators(d: Array) -> Array:
-    """What each of 128 threads holds of a product (64, columns): (128, columns / 2)."""
+    """Return what each of 128 threads holds of a product (64, columns): (128, columns / 2)."""
     held = np.zeros((128, d.shape[1] // 2))
     for thread in range(128):
         warp, lane = divmod(thread, 32)
@@ -614,7 +614,7 @@ def test_every_number_is_one_of_float16() -> None:
 
 
 def fragment_loads(slot: Array, layout: Layout) -> list[list[int]]:
-    """Where each instruction that loads fragments of a block reads."""
+    """Return where each instruction that loads fragments of a block reads."""
     instructions = []
     for tile in range(layout.tiles):
         keys = key_steps(slot, tile, layout)[1]

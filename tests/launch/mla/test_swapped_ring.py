@@ -45,7 +45,7 @@ class RingError(Exception):
 
 
 def passes(completed: int, parity: int) -> bool:
-    """Whether a wait for the phase with that parity ends, so many phases being complete."""
+    """Return whether a wait for the phase with that parity ends, so many phases being complete."""
     return completed % 2 != parity
 
 

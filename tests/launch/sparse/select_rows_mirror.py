@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 def bound_rows(lengths: Array | None, lead: tuple[int, int], topk: int) -> list[int]:
-    """How long each list is."""
+    """Return how long each list is."""
     if lengths is None:
         return [topk] * (lead[0] * lead[1])
     return [min(max(int(length), 0), topk) for length in lengths.reshape(-1)]

@@ -19,7 +19,7 @@ BUFFER = 9 << 40
 
 
 def told(key: Any, **changes: Any) -> dict[str, Any]:
-    """What the kernel that attends is told."""
+    """Return what the kernel that attends is told."""
     attend = attend_launches(key, BUFFER, arguments_of(key, **changes), *outputs_of(key))[-1]
     assert attend.grid == (key.row_tiles, key.parts, 1)
     return parameters(attend)

@@ -180,7 +180,7 @@ class Problem:
         table: Array | None = None,
         requests: Array | None = None,
     ) -> list[list[int]]:
-        """What is selected of each list."""
+        """Return what is selected of each list."""
         places = (table, requests)
         held = [None if a is None else view(self.memory.copy(a)) for a in places]
         lists = lists_values(view(self.memory.copy(indices)), pages, steps, *held)

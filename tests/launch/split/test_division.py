@@ -15,7 +15,7 @@ LIMIT = 1 << 31  # of what is divided
 
 
 def quotients(x: np.ndarray, number: int) -> np.ndarray:
-    """What a kernel computes, in its 32 bits."""
+    """Return what a kernel computes, in its 32 bits."""
     magic, shift = divisor_of(number).values()
     assert magic < 1 << 32
     assert shift < 32

@@ -98,7 +98,7 @@ def all_arrived(now: int, before: int) -> bool:
 
 
 def step_of(setting: Setting, meeting: int, block: int) -> int:
-    """What a thread block adds: the one of the first piece makes the sum of all 2^31."""
+    """Return what a thread block adds: the one of the first piece makes the sum of all 2^31."""
     members = setting.meetings[meeting]
     return ALL - (len(members) - 1) if members[0][0] == block else 1
 

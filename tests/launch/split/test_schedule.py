@@ -71,7 +71,7 @@ def blocks_of(lengths: np.ndarray) -> np.ndarray:
 
 
 def pieces_of(made: Schedule, lengths: np.ndarray) -> list[Piece]:
-    """What each part does, in order, from the bounds: as the kernel reads them."""
+    """Return what each part does, in order, from the bounds: as the kernel reads them."""
     blocks = blocks_of(lengths).tolist()
     pieces = []
     for part, (begin, end) in enumerate(itertools.pairwise(made.bounds.tolist())):
@@ -223,7 +223,7 @@ def limits_of(lengths: np.ndarray, parts: int, piece: int) -> range:
 
 
 def packable(lengths: np.ndarray, parts: int) -> bool:
-    """Whether there are few enough of all for packing."""
+    """Return whether there are few enough of all for packing."""
     few = len(lengths) <= PACKED_REQUESTS and parts <= PACKED_PARTS
     return few and share_of(lengths, parts) <= PACKED_SHARE
 
@@ -488,7 +488,7 @@ class Segment(NamedTuple):
 def segments_of(
     part: int, record: np.void, places: np.ndarray, lengths: np.ndarray
 ) -> list[Segment]:
-    """What a thread block works on: segment_of in cumla/cuda/mla/mla_decode/layout.cuh."""
+    """Return what a thread block works on: segment_of in cumla/cuda/mla/mla_decode/layout.cuh."""
     blocks = blocks_of(lengths).tolist()
     r = {name: int(record[name]) for name in PART.names or ()}
     last_place = r["end_place"] if r["end_block"] > 0 else r["end_place"] - 1
