@@ -64,7 +64,7 @@ class _ListedKey(MHAKey):
 
     @cached_property
     def form(self) -> str:
-        """Return the form of loads: rows for small blocks, boxes queued by one thread for others."""
+        """Return the form of loads: single rows for small blocks, boxes for others."""
         return "rows" if self.page_size <= RULES.row_tokens else super().form
 
 
