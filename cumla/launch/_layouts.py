@@ -74,13 +74,12 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kMaxTokens": 2147483584,
     },
     "blocks/block_scores_pooled": {
-        "ScoresFewLayout<false, 8, 32, 2, 128>::kBytes": 131456,
-        "ScoresFewLayout<true, 16, 32, 2, 128>::kBytes": 131840,
-        "ScoresFewLayout<true, 8, 32, 2, 256>::kBytes": 131456,
-        "kFewScoreRequests": 1024,
+        "PooledLayout<128>::kBytes": 8208,
+        "PooledLayout<256>::kBytes": 16400,
         "kFewScoreRows": 8,
         "kMaxTokens": 2147483584,
         "kPooledKeys": 32,
+        "kPooledWarps": 2,
     },
     "blocks/block_scores_prompts": {
         "kPromptsBytes": 67584,
@@ -1049,6 +1048,7 @@ STRUCTS: dict[str, dict[str, str]] = {
         "is_relu": "i",
         "by_row_tokens": "Divisor",
         "by_page_rows": "Divisor",
+        "by_batch": "Divisor",
     },
     "BlockScoresSumsParams": {
         "rows": "q",

@@ -1,22 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scores of pooled keys, as block_scores_sums.cu, for requests of up to 8 query rows (query tokens x heads): decoding.
 //
-// As block_scores_few.cu, whose shares, rings and products these are: a block is 32 keys, which may lie on several
-// pages. Each lane finds the page of its keys, as many as lie side by side, and copies these. A key has a score of its
-// own for each group of heads: sums over query rows, which are neighbouring columns of a product.
+// A warp scores 32 keys at once, which may lie on several pages: each lane finds the page of its keys, as many as lie
+// side by side, and copies these. A key has a score of its own for each group of heads: sums over query rows, which are
+// neighbouring columns of a product. The products are those of block_scores_few.cu. There are no rings, but many warps:
+// 24 on a multiprocessor have their keys on the way, and the GPU starts the next thread block where one ends.
 //
-// grid = as many CTAs as multiprocessors, of kWarps warps.
+// grid = requests x ranges, requests first; CTAs of two warps, which share nothing. A CTA takes each (ranges)th 64 keys
+// of a request, so that keys that nobody sees are everybody's.
 //
 // Roles and time line of a warp:
-//   add up blocks of all requests, find the share | page numbers | copy the first stages | query rows to registers |
+//   length and page numbers | copy the first keys | query rows to registers
+//   for all 32 keys that are seen: wait for them | products | page numbers, before, and copies of the next | sums, store
 //   store -inf for keys that nobody sees
-//   for each stage: wait for it | products | copy the stage after the ring, find its next pages | sums, store
 //
-// barrier            who arrives (count)                     who waits   guards
-// full(warp, stage)  lane 0 of the warp, with the bytes (1)  the warp    keys of a stage are loaded
+// barrier     who arrives (count)                     who waits   guards
+// full(warp)  lane 0 of the warp, with the bytes (1)  the warp    keys are loaded
 //
-// Shared memory: a ring of kStages stages of 32 rows for each warp, 128 KB; 24 bytes for each stage
-// Registers:     128
+// Shared memory: 32 rows and 8 bytes for each warp: 16,400 B for rows of 256 bytes
+// Registers:     REGS
 #include "blocks/block_scores_few/layout.cuh"
 #include "blocks/block_scores_few/score.cuh"
 #include "blocks/block_scores_few/share.cuh"
@@ -30,7 +32,8 @@ namespace cumla::blocks {
 
 using namespace ptx;
 
-constexpr int kPooledKeys = 32;  // of a stage: a block of the shares
+constexpr int kPooledKeys = 32;  // of a warp
+constexpr int kPooledWarps = 2;
 
 // Widths and strides count pooled keys, `most` tokens; out has a row for each group of heads.
 struct BlockScoresPooledParams : BlockScoresFewParams {
@@ -40,16 +43,12 @@ struct BlockScoresPooledParams : BlockScoresFewParams {
   int run_shift;    // 1 << run_shift keys lie side by side, and begin at multiples of that
   int group_shift;  // a group has 1 << group_shift heads
   int is_relu;      // negative products count as zero
-  Divisor by_row_tokens, by_page_rows;
+  Divisor by_row_tokens, by_page_rows, by_batch;
 };
 
 // Keys all of whose tokens are among the first `tokens`.
 __device__ __forceinline__ int keys_of(const BlockScoresPooledParams& p, int tokens) {
   return tokens > 0 ? static_cast<int>(quotient(tokens, p.by_row_tokens)) : 0;
-}
-
-__device__ __forceinline__ int blocks_of(const BlockScoresPooledParams& p, int tokens) {
-  return (keys_of(p, tokens) + kPooledKeys - 1) / kPooledKeys;
 }
 
 // Where the scores of a group are, by one of its query rows.
@@ -58,82 +57,19 @@ __device__ __forceinline__ i64 offset_of_group(const BlockScoresPooledParams& p,
   return token * p.out_stride_token + (head >> p.group_shift) * p.out_stride_head;
 }
 
-// Copies blocks of keys into the ring of a warp, and says whose they are: a bit for each run whose page exists.
-template <typename Layout>
-struct PooledLoader {
-  const BlockScoresPooledParams& p;
-  const Layout& shared;
-  const int lane;
-  const u64 policy;
-  BlockPlace at;
-  int left;    // blocks
-  int copies;  // stages until now
-  int page;    // of this lane's keys of the block
+// The shared memory of a thread block. A warp scores its keys as a stage of block_scores_few.
+template <int kRow>  // bytes
+struct PooledLayout {
+  static constexpr int kBytes = kPooledWarps * (kPooledKeys * kRow + 8);
 
-  // Where all blocks, visible or not, are no more than the warps, each has one, and its pages do not wait for lengths.
-  __device__ __forceinline__ PooledLoader(const BlockScoresPooledParams& p, const Layout& shared)
-      : p(p), shared(shared), lane(threadIdx.x % 32), policy(evict_first_policy()), at(), left(0), copies(0), page(-1) {
-    if (!p.is_single) return;
-    const int place = place_of_warp();
-    at.request = quotient(place, p.by_width);
-    at.block = place - at.request * p.steps;
-    if (at.request >= p.batch) return;
-    find_page();
-    at.tokens = p.kv_lens[at.request * p.kv_lens_stride];
-  }
+  u32 base;
+  int warp;
 
-  __device__ __forceinline__ int first_key() const { return at.block * kPooledKeys + (lane << p.run_shift); }
-
-  __device__ __forceinline__ void find_page() {
-    const int key = first_key();
-    page = lane << p.run_shift < kPooledKeys && key < p.width
-               ? p.block_table[at.request * p.block_table_stride + quotient(key, p.by_page_rows)]
-               : -1;
-  }
-
-  __device__ __forceinline__ void begin(int warps) {
-    if (p.is_single) {
-      at.tokens = tokens_in(p, at.tokens);
-      at.blocks = blocks_of(p, at.tokens);
-      left = at.block < at.blocks;
-      return;
-    }
-    const Share share(p, warps);
-    at = share.first;
-    left = share.blocks;
-    if (left > 0) find_page();
-  }
-
-  __device__ __forceinline__ void copy(int stage) {
-    if (left <= 0) return;
-    ++copies;
-    const int key = first_key(), keys = min(keys_of(p, at.tokens) - key, 1 << p.run_shift);
-    const bool exists = static_cast<u32>(page) < static_cast<u32>(p.num_pages) && keys > 0;
-    const int bytes = exists ? keys * Layout::kRow : 0;
-    const u32 runs = __ballot_sync(0xffffffffu, exists);
-    const int all = __reduce_add_sync(0xffffffffu, bytes);
-    if (lane == 0) {
-      store_shared_16(shared.place_of(stage), {runs, static_cast<u32>(at.request), static_cast<u32>(at.block),
-                                               static_cast<u32>(at.tokens)});
-      mbarrier_arrive_expect_tx(shared.full(stage), all);
-    }
-    __syncwarp();
-    if (exists) {
-      const int in_page = key - static_cast<int>(quotient(key, p.by_page_rows)) * p.page_rows;
-      const char* const source = p.keys + page * p.keys_stride_page + in_page * p.keys_stride_row;
-      const u32 destination = shared.stage(stage) + (lane << p.run_shift) * Layout::kRow;
-      copy_bulk_async(destination, source, bytes, shared.full(stage), policy);
-    }
-    if (--left <= 0) return;
-    at.advance(p);
-    if (at.request >= p.batch)
-      left = 0;  // lengths became smaller meanwhile
-    else
-      find_page();
-  }
+  __device__ __forceinline__ u32 keys() const { return base + warp * (kPooledKeys * kRow); }
+  __device__ __forceinline__ u32 full() const { return base + kPooledWarps * (kPooledKeys * kRow) + warp * 8; }
 };
 
-// The scores of a stage. Its `keys` are a bit for each run that was copied.
+// The scores of 32 keys of a request.
 template <typename T, typename Layout>
 struct PooledScorer : FewScorer<T, Layout> {
   using Base = FewScorer<T, Layout>;
@@ -145,10 +81,42 @@ struct PooledScorer : FewScorer<T, Layout> {
   __device__ __forceinline__ PooledScorer(const BlockScoresPooledParams& p, const Layout& shared)
       : Base(p, shared), p(p), weights{1.0f, 1.0f} {}
 
-  __device__ __forceinline__ void begin(int stage) {
-    const int before = request;
-    Base::begin(stage);
-    if (p.weights == nullptr || request == before) return;
+  // The page of this lane's keys of a block.
+  __device__ __forceinline__ int page_of(int of_block) const {
+    const int key = of_block * kPooledKeys + (lane << p.run_shift);
+    return lane << p.run_shift < kPooledKeys && key < p.width
+               ? p.block_table[request * p.block_table_stride + quotient(key, p.by_page_rows)]
+               : -1;
+  }
+
+  // Copies the keys that exist and are visible. `keys` becomes a bit for each run that is copied.
+  __device__ __forceinline__ void copy_keys(int page, u32 full) {
+    const int key = block * kPooledKeys + (lane << p.run_shift);
+    const int run = min(keys_of(p, tokens) - key, 1 << p.run_shift);
+    const bool exists = static_cast<u32>(page) < static_cast<u32>(p.num_pages) && run > 0;
+    const int bytes = exists ? run * Layout::kRow : 0;
+    keys = static_cast<int>(__ballot_sync(0xffffffffu, exists));
+    const int all = __reduce_add_sync(0xffffffffu, bytes);
+    if (lane == 0) mbarrier_arrive_expect_tx(full, all);
+    __syncwarp();
+    if (!exists) return;
+    const int in_page = key - static_cast<int>(quotient(key, p.by_page_rows)) * p.page_rows;
+    const char* const source = p.keys + page * p.keys_stride_page + in_page * p.keys_stride_row;
+    copy_bulk_async(this->shared.stage(0) + (lane << p.run_shift) * Layout::kRow, source, bytes, full,
+                    evict_first_policy());
+  }
+
+  // Stores -inf for a block that nobody sees.
+  __device__ __forceinline__ void store_unseen() const {
+    const int key = block * kPooledKeys + lane;
+    if (key >= p.width) return;
+    float* const out = p.out + request * p.out_stride_request + key;
+#pragma unroll 1
+    for (int row = 0; row < p.rows; row += 1 << p.group_shift) out[offset_of_group(p, row)] = -kInfinity;
+  }
+
+  __device__ __forceinline__ void load_weights() {
+    if (p.weights == nullptr) return;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int row = lane % 4 * 2 + j, token = quotient(row, p.by_heads);
@@ -161,7 +129,7 @@ struct PooledScorer : FewScorer<T, Layout> {
   __device__ __forceinline__ float counted(float product) const { return p.is_relu && product < 0.0f ? 0.0f : product; }
 
   // A lane gets the sum of one key of a group from the lane that has it: 32 scores are stored side by side.
-  __device__ __forceinline__ void end(const float (&score)[kTiles][2][4]) const {
+  __device__ __forceinline__ void end(const float (&score)[kTiles][2][4], int block, int keys) const {
     float sums[2 * kTiles][2];  // of keys 8 k + lane / 4 and this lane's rows; the group's, if such a row is its first
 #pragma unroll
     for (int k = 0; k < 2 * kTiles; ++k) {
@@ -190,58 +158,56 @@ struct PooledScorer : FewScorer<T, Layout> {
   }
 };
 
-// Stores -inf for blocks of keys that no query row sees.
-template <int kWarps>
-__device__ __forceinline__ void store_unseen_keys(const BlockScoresPooledParams& p, int warp) {
-  const int steps = p.batch * p.steps, lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int i = blockIdx.x * kWarps + warp; i < steps; i += gridDim.x * kWarps) {
-    const int request = quotient(i, p.by_steps), block = i - request * p.steps, key = block * kPooledKeys + lane;
-    if (block < blocks_of(p, tokens_of(p, request)) || key >= p.width) continue;
-    float* const out = p.out + request * p.out_stride_request + key;
-#pragma unroll 1
-    for (int row = 0; row < p.rows; row += 1 << p.group_shift) out[offset_of_group(p, row)] = -kInfinity;
-  }
-}
-
-template <typename T, bool kE4m3, int kColumns, int kWarps, int kStages>
+template <typename T, bool kE4m3, int kColumns>
 __device__ __forceinline__ void block_scores_pooled(const BlockScoresPooledParams& p) {
-  using Layout = ScoresFewLayout<kE4m3, kWarps, kPooledKeys, kStages, kColumns>;
+  using Layout = ScoresFewLayout<kE4m3, kPooledWarps, kPooledKeys, 1, kColumns>;
+  using Scorer = PooledScorer<T, Layout>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const Layout shared = {shared_address(shared_bytes), warp};
-  const i64 line = (static_cast<i64>(blockIdx.x) * (kWarps * 32) + threadIdx.x) * 32;  // entries
-  if (line < p.table_entries) prefetch_l2(p.block_table + line);
+  const PooledLayout<Layout::kRow> own = {shared_address(shared_bytes), warp};
+  const int range = quotient(blockIdx.x, p.by_batch), ranges = quotient(gridDim.x, p.by_batch);
   grid_dependency_launch();
   grid_dependency_wait();
-  PooledLoader<Layout> loader(p, shared);
-  if (lane == 0) {
-    for (int stage = 0; stage < kStages; ++stage) mbarrier_init(shared.full(stage), 1);
-    fence_mbarrier_init();
-  }
-  __syncwarp();
-  loader.begin(gridDim.x * kWarps);
-#pragma unroll 1
-  for (int stage = 0; stage < kStages; ++stage) loader.copy(stage);
-  PooledScorer<T, Layout> scorer(p, shared);
-  if (loader.copies > 0) scorer.begin(0);
-  store_unseen_keys<kWarps>(p, warp);
-  int stage = 0;
+  const Layout shared = {own.keys(), 0};
+  Scorer scorer(p, shared);
+  scorer.request = blockIdx.x - range * p.batch;
+  scorer.block = range * kPooledWarps + warp;
+  int page = scorer.page_of(scorer.block);
+  scorer.tokens = tokens_of(p, scorer.request);
+  const int seen = (keys_of(p, scorer.tokens) + kPooledKeys - 1) / kPooledKeys;
   u32 phase = 0;
-#pragma unroll 1
-  for (int i = 0; i < loader.copies; ++i) {
-    mbarrier_wait(shared.full(stage), phase, "keys");
-    float score[PooledScorer<T, Layout>::kTiles][2][4] = {};
-    scorer.multiply_stage(stage, score);
-    if (loader.left > 0) fence_proxy_async_shared();  // orders the reads of the keys before the next copy
-    __syncwarp();
-    loader.copy(stage);
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
+  if (scorer.block < seen) {
+    if (lane == 0) {
+      mbarrier_init(own.full(), 1);
+      fence_mbarrier_init();
     }
-    scorer.end(score);
-    if (i + 1 < loader.copies) scorer.begin(stage);
+    __syncwarp();
+    scorer.copy_keys(page, own.full());
+    scorer.load_query();
+    scorer.load_weights();
+  }
+#pragma unroll 1
+  while (scorer.block < p.steps) {
+    const int next = scorer.block + ranges * kPooledWarps;
+    if (scorer.block >= seen) {
+      scorer.store_unseen();
+      scorer.block = next;
+      continue;
+    }
+    page = next < seen ? scorer.page_of(next) : -1;
+    mbarrier_wait(own.full(), phase, "keys");
+    phase ^= 1;
+    float score[Scorer::kTiles][2][4] = {};
+    if (scorer.keys != 0) scorer.multiply_stage(0, score);
+    const int keys = scorer.keys, block = scorer.block;
+    if (next < seen) {
+      fence_proxy_async_shared();  // orders the reads of the keys before the next copy
+      __syncwarp();
+      scorer.block = next;
+      scorer.copy_keys(page, own.full());
+    }
+    scorer.end(score, block, keys);
+    scorer.block = next;
   }
 }
 

@@ -7,10 +7,10 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from cumla.launch.blocks.block_scores import FORMS, known_dtype
-from cumla.launch.blocks.choice import RULES
+from cumla.launch.blocks.choice import pooled_units
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
-from cumla.launch.source import KernelSpec, in_cuda
+from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 
 if TYPE_CHECKING:
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
 
 _FILE = "blocks/block_scores_pooled"
-_KEYS, _ROWS, _REQUESTS, _MOST_TOKENS = (
-    constant(_FILE, name)
-    for name in ("kPooledKeys", "kFewScoreRows", "kFewScoreRequests", "kMaxTokens")
+_KEYS, _WARPS, _ROWS, _MOST_TOKENS = (
+    constant(_FILE, name) for name in ("kPooledKeys", "kPooledWarps", "kFewScoreRows", "kMaxTokens")
 )
 _ROW_BYTES = 256, 128  # of keys
 
@@ -29,14 +28,12 @@ _ROW_BYTES = 256, 128  # of keys
 def _spec(dtype: str, columns: int) -> KernelSpec:
     kind, is_e4m3 = FORMS[dtype]
     nbytes = columns if is_e4m3 else 2 * columns
-    warps, keys, stages = RULES.scores_rings if nbytes == _ROW_BYTES[0] else RULES.e4m3_scores_rings
-    layout = ", ".join(map(in_cuda, (is_e4m3, warps, keys, stages, columns)))
     return KernelSpec.of(
         *("blocks", "block_scores_pooled", "BlockScoresPooledParams"),
-        *(kind, is_e4m3, columns, warps, stages),
+        *(kind, is_e4m3, columns),
         tags=["e4m3" if is_e4m3 else kind, str(columns)],
-        threads=32 * warps,
-        smem_bytes=constant(_FILE, f"ScoresFewLayout<{layout}>::kBytes"),
+        threads=32 * _WARPS,
+        smem_bytes=constant(_FILE, f"PooledLayout<{nbytes}>::kBytes"),
     )
 
 
@@ -59,7 +56,6 @@ def has_few_pooled(arguments: BlockScoresSumsArguments) -> bool:
         and shape[1] * shape[2] <= _ROWS
         and group_heads & (group_heads - 1) == 0
         and (known_dtype(a.q.dtype), shape[3]) in _SPECS
-        and shape[0] <= _REQUESTS
         and shape[0] * a.width < _MOST_TOKENS
     )
 
@@ -73,7 +69,6 @@ def block_scores_pooled_launch(
     spec = _SPECS[known_dtype(a.q.dtype), columns]
     rows, width = a.keys.shape[1], a.width
     steps = -(-width // _KEYS)
-    grid = min(sm_count_of(out.device), batch * steps)
     is_dense = a.keys.strides[1] == columns * (1 if spec.entry.count("e4m3") else 2)
     run = gcd(rows, _KEYS) if is_dense else 1
     weights = a.weights
@@ -89,7 +84,7 @@ def block_scores_pooled_launch(
         "keys_stride_row": a.keys.strides[1],
         "block_table": a.block_table.ptr,
         "block_table_stride": a.block_table.strides[0] // 4,
-        "table_entries": (batch - 1) * (a.block_table.strides[0] // 4) + a.block_table.shape[1],
+        "table_entries": 0,
         "out": out.ptr,
         "out_stride_request": out.strides[0] // 4 * q_len,
         "out_stride_token": out.strides[0] // 4,
@@ -105,14 +100,14 @@ def block_scores_pooled_launch(
         "block_size": _KEYS,
         "blocks_per_page": 1,
         "causal": a.causal,
-        "by_warps": divisor_of(grid * spec.threads // 32),
-        "by_steps": divisor_of(steps),
+        "by_warps": divisor_of(1),
+        "by_steps": divisor_of(1),
         "by_heads": divisor_of(heads),
         "by_block_size": divisor_of(_KEYS),
         "by_blocks_per_page": divisor_of(1),
-        "by_width": divisor_of(steps),
-        "many": RULES.many_blocks * 128 // _KEYS,
-        "is_single": batch * steps <= grid * spec.threads // 32,
+        "by_width": divisor_of(1),
+        "many": 0,
+        "is_single": False,
         "weights": weights.ptr if weights is not None else 0,
         "weights_stride_token": weights.strides[0] // 4 if weights is not None else 0,
         "weights_stride_head": weights.strides[1] // 4 if weights is not None else 0,
@@ -122,5 +117,8 @@ def block_scores_pooled_launch(
         "is_relu": a.is_relu,
         "by_row_tokens": divisor_of(a.stride),
         "by_page_rows": divisor_of(rows),
+        "by_batch": divisor_of(batch),
     }
-    return launch_of(spec, (grid, 1, 1), values)
+    units = -(-steps // _WARPS)
+    each = pooled_units(batch * units, sm_count_of(out.device))
+    return launch_of(spec, (batch * -(-units // each), 1, 1), values)

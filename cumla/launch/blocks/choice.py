@@ -22,6 +22,7 @@ __all__ = [
     "list_ctas",
     "list_form",
     "list_parts",
+    "pooled_units",
     "prompts_steps",
     "scores_ctas",
     "select_threads",
@@ -166,6 +167,10 @@ class Rules:
     # Steps of 64 keys of a thread block of block_scores_prompts, at least: it loads up to 64 KB of
     # query rows first. With two turns of thread blocks all take longer.
     prompts_least: int = 8
+    # Thread blocks of block_scores_pooled on a multiprocessor, about. Where there are more, each
+    # takes so many times 64 keys.
+    pooled_ctas: int = 12
+    pooled_units: int = 2
     # Threads of select_blocks that hold the candidates of a row: the fewest that can.
     select_threads: tuple[int, ...] = (128, 512)
 
@@ -265,6 +270,11 @@ def prompts_steps(steps: int, tiles: int, at_once: int) -> int:
     """Choose the steps of a thread block of block_scores_prompts, of `steps` for each tile."""
     ranges = max(1, at_once // tiles)
     return max(RULES.prompts_least, -(-steps // min(ranges, _MOST_RANGES)))
+
+
+def pooled_units(units: int, sm_count: int) -> int:
+    """Choose how many of all units of 64 keys a thread block of block_scores_pooled takes."""
+    return 1 if units <= RULES.pooled_ctas * sm_count else RULES.pooled_units
 
 
 def select_threads(width: int, keys: int) -> int | None:

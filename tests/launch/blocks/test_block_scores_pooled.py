@@ -11,17 +11,18 @@ import pytest
 
 import cumla
 from cumla.blocks import scores
-from cumla.launch.blocks import block_scores_pooled
+from cumla.launch.blocks import block_scores_pooled, choice
 from tests.blocks.score_cases import Scores, check_sums, pooled_case
 from tests.emulator import emulated_gpu
 from tests.selection import some
 
 
-def run(case: Scores, sm_count: int = 132) -> bytes:
+def run(case: Scores, units: int = 2, ctas: int = 12) -> bytes:
     """Check a call; the bits of its result."""
+    rules = replace(choice.RULES, pooled_units=units, pooled_ctas=ctas)
     with (
         emulated_gpu() as cupy,
-        mock.patch.object(block_scores_pooled, "sm_count_of", return_value=sm_count),
+        mock.patch.object(choice, "RULES", rules),
         mock.patch.object(
             scores, "block_scores_sums_launch", side_effect=AssertionError("another")
         ),
@@ -38,14 +39,10 @@ def test_scores(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [5, 12, 28])
-def test_shares(seed: int) -> None:
-    """The bits do not depend on how many warps share the keys, nor on how many have some."""
+def test_units(seed: int) -> None:
+    """The bits do not depend on how many keys a thread block takes."""
     case = pooled_case(seed)
-    found = {run(case, sm_count) for sm_count in (1, 3, 132)}
-    few = replace(block_scores_pooled.RULES, many_blocks=0)
-    with mock.patch.object(block_scores_pooled, "RULES", few):
-        found.add(run(case, 1))
-    assert len(found) == 1
+    assert len({run(case, units, ctas=0) for units in (1, 2, 3, 1000)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -57,7 +54,8 @@ def test_shares(seed: int) -> None:
         ((3, 1, 6), 2, 1, False, False),  # a group of three heads
         ((3, 2, 4), 1, 16, False, False),  # blocks of many keys
         ((3, 2, 4), 1, 1, True, False),
-        ((1025, 1, 1), 1, 1, False, False),
+        ((1025, 1, 1), 1, 1, False, True),
+        ((1 << 25, 1, 1), 1, 1, False, False),  # more scores than a number of 32 bits counts
         ((12, 4), 1, 1, False, False),  # query tokens of requests are not known
     ],
 )
