@@ -4,7 +4,7 @@
 // A warp scores 32 keys at once, which may lie on several pages: each lane finds the page of its keys, as many as lie
 // side by side, and copies these. A key has a score of its own for each group of heads: sums over query rows, which are
 // neighbouring columns of a product. The products are those of block_scores_few.cu. There are no rings, but many warps:
-// 24 on a multiprocessor have their keys on the way, and the GPU starts the next thread block where one ends.
+// 20 on a multiprocessor have their keys on the way, and the GPU starts the next thread block where one ends.
 //
 // grid = requests x ranges, requests first; CTAs of two warps, which share nothing. A CTA takes each (ranges)th 64 keys
 // of a request, so that keys that nobody sees are everybody's.
@@ -18,7 +18,7 @@
 // full(warp)  lane 0 of the warp, with the bytes (1)  the warp    keys are loaded
 //
 // Shared memory: 32 rows and 8 bytes for each warp: 16,400 B for rows of 256 bytes
-// Registers:     REGS
+// Registers:     94 to 107
 #include "blocks/block_scores_few/layout.cuh"
 #include "blocks/block_scores_few/score.cuh"
 #include "blocks/block_scores_few/share.cuh"

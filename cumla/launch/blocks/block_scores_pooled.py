@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.blocks.block_scores import FORMS, known_dtype
 from cumla.launch.blocks.choice import pooled_units
-from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
@@ -120,5 +119,5 @@ def block_scores_pooled_launch(
         "by_batch": divisor_of(batch),
     }
     units = -(-steps // _WARPS)
-    each = pooled_units(batch * units, sm_count_of(out.device))
+    each = pooled_units(batch * units)
     return launch_of(spec, (batch * -(-units // each), 1, 1), values)

@@ -167,10 +167,9 @@ class Rules:
     # Steps of 64 keys of a thread block of block_scores_prompts, at least: it loads up to 64 KB of
     # query rows first. With two turns of thread blocks all take longer.
     prompts_least: int = 8
-    # Thread blocks of block_scores_pooled on a multiprocessor, about. Where there are more, each
-    # takes so many times 64 keys.
-    pooled_ctas: int = 12
-    pooled_units: int = 2
+    # Units of 64 keys of all requests, visible or not, up to which a thread block of
+    # block_scores_pooled takes so many; those that nobody sees take as long as their thread blocks.
+    pooled: tuple[tuple[float, int], ...] = (1056, 1), (8192, 2), (inf, 4)
     # Threads of select_blocks that hold the candidates of a row: the fewest that can.
     select_threads: tuple[int, ...] = (128, 512)
 
@@ -272,9 +271,9 @@ def prompts_steps(steps: int, tiles: int, at_once: int) -> int:
     return max(RULES.prompts_least, -(-steps // min(ranges, _MOST_RANGES)))
 
 
-def pooled_units(units: int, sm_count: int) -> int:
+def pooled_units(units: int) -> int:
     """Choose how many of all units of 64 keys a thread block of block_scores_pooled takes."""
-    return 1 if units <= RULES.pooled_ctas * sm_count else RULES.pooled_units
+    return next(each for most, each in RULES.pooled if units <= most)
 
 
 def select_threads(width: int, keys: int) -> int | None:

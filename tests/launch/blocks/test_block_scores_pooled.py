@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from unittest import mock
 
 import numpy as np
@@ -17,9 +18,9 @@ from tests.emulator import emulated_gpu
 from tests.selection import some
 
 
-def run(case: Scores, units: int = 2, ctas: int = 12) -> bytes:
+def run(case: Scores, pooled: tuple[tuple[float, int], ...] = choice.RULES.pooled) -> bytes:
     """Check a call; the bits of its result."""
-    rules = replace(choice.RULES, pooled_units=units, pooled_ctas=ctas)
+    rules = replace(choice.RULES, pooled=pooled)
     with (
         emulated_gpu() as cupy,
         mock.patch.object(choice, "RULES", rules),
@@ -42,7 +43,7 @@ def test_scores(seed: int) -> None:
 def test_units(seed: int) -> None:
     """The bits do not depend on how many keys a thread block takes."""
     case = pooled_case(seed)
-    assert len({run(case, units, ctas=0) for units in (1, 2, 3, 1000)}) == 1
+    assert len({run(case, ((inf, units),)) for units in (1, 2, 3, 1000)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -68,3 +69,8 @@ def test_calls(
     assert block_scores_pooled.has_few_pooled(arguments) is is_served
     q.shape = (*shape, 64)
     assert not block_scores_pooled.has_few_pooled(arguments)
+
+
+@pytest.mark.parametrize(("units", "each"), [(1, 1), (1056, 1), (1057, 2), (8193, 4)])
+def test_units_of_a_thread_block(units: int, each: int) -> None:
+    assert choice.pooled_units(units) == each
