@@ -105,17 +105,17 @@ class Choice(NamedTuple):
 
     @property
     def takes_full_tiles(self) -> bool:
-        """Whether attention_prefill takes whole row tiles from a list."""
+        """Return whether attention_prefill takes whole row tiles from a list."""
         return self.spec.stem == "attention_prefill" and not self.is_split
 
     @property
     def takes_few_rows(self) -> bool:
-        """Whether attention_decode takes tiles of 8 or 16 query rows."""
+        """Return whether attention_decode takes tiles of 8 or 16 query rows."""
         return self.spec.stem == "attention_decode"
 
     @property
     def takes_single_rows(self) -> bool:
-        """Whether each warp of attention_simt takes a row, without tensor cores."""
+        """Return whether each warp of attention_simt takes a row, without tensor cores."""
         return self.spec.stem == SIMT_SPECS[""].stem
 
 
@@ -175,7 +175,7 @@ def _split_tiles(key: MHAShape, rows: int) -> Choice | None:
 
 
 def _pairs(key: MHAShape) -> bool:
-    """Whether a thread block reads two kv heads: where many whole requests keep memory busy."""
+    """Return whether a thread block reads two kv heads: many whole requests keep memory busy."""
     pages = key.form == "pages" and key.page_size > 0 and key.cache_dtype == key.dtype
     plain = not (key.batch_invariant or key.has_window or key.bias) and key.num_kv_heads % 2 == 0
     few = key.total_tokens * key.heads_per_group <= ROW_TILE * key.batch
@@ -190,7 +190,7 @@ def _pairs(key: MHAShape) -> bool:
 
 
 def _has_few(key: MHAShape) -> bool:
-    """Whether row tiles have so few rows that each thread of attention has one of them."""
+    """Return whether row tiles have so few rows that each thread of attention has one of them."""
     tokens = key.q_len or (1 if key.total_tokens <= key.batch else key.total_tokens)
     return (
         tokens * key.heads_per_group <= FEW_ROWS
@@ -219,7 +219,7 @@ def _full_tiles(key: MHAShape) -> Choice | None:
 
 
 def _fill(key: MHAShape, rows: int) -> bool:
-    """Whether row tiles can fill the multiprocessors without being split."""
+    """Return whether row tiles can fill the multiprocessors without being split."""
     return (
         rows * key.num_kv_heads >= RULES.full_rows * key.sm_count
         and (rows // ROW_TILE + key.batch) * key.num_kv_heads <= RULES.most_tiles
@@ -228,7 +228,7 @@ def _fill(key: MHAShape, rows: int) -> bool:
 
 
 def _has_chunks(key: MHAShape, drafts: int) -> bool:
-    """Whether chunks of prompts may be among requests that have so many drafts at most."""
+    """Return whether chunks of prompts may be among requests that have so many drafts at most."""
     is_mixture = key.q_len == 0 and key.batch > 1 and not key.has_window
     return is_mixture and key.total_tokens > drafts * key.batch
 
@@ -239,7 +239,7 @@ def _rows_of_chunks(key: MHAShape) -> int:
 
 
 def _waste(key: MHAShape, rows: int) -> bool:
-    """Whether the last wave of whole row tiles leaves many multiprocessors without one.
+    """Return whether the last wave of whole row tiles leaves many multiprocessors without one.
 
     All requests are taken to have equally many rows, or, with few, one to have most of them.
     """
@@ -255,7 +255,7 @@ def _waste(key: MHAShape, rows: int) -> bool:
 
 
 def _are_drafts(key: MHAShape, rows: int) -> bool:
-    """Whether whole row tiles would end as late as the longest request, or with few CTAs."""
+    """Return whether whole row tiles would end as late as the longest request, or with few CTAs."""
     few = rows <= RULES.most_draft_rows * key.batch and key.batch > 1
     return few and rows * key.num_kv_heads <= RULES.few_waves * SPLIT_ROWS * key.sm_count
 
