@@ -46,9 +46,11 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
     from cumla.core.paged import Host, Results
+    from cumla.launch.kernel import Launch
 
 __all__ = ["block_scores"]
 
+Scored = BlockScoresArguments | BlockScoresSumsArguments
 _ACTIVATIONS = ("none", "relu")
 _TABLE = {
     "weights": Array("total_tokens num_heads", ("float32",)),
@@ -58,7 +60,8 @@ _TABLE = {
 }
 
 
-def _checked_activation(name: str, value: Any) -> str:
+def checked_activation(name: str, value: Any) -> str:
+    """Check how a product counts."""
     if value not in _ACTIVATIONS:
         raise ValueError(
             f"{arg(name)}: needs {' or '.join(map(repr, _ACTIVATIONS))}, got {value!r}; pass one "
@@ -78,7 +81,7 @@ BLOCK_SCORES = Spec(
         optional("qo_indptr"),
         flag("causal", True),
         optional("weights"),
-        Option("activation", _ACTIVATIONS[0], _checked_activation, "str"),
+        Option("activation", _ACTIVATIONS[0], checked_activation, "str"),
         integer("num_groups", "leave it out for a score of each head", None),
         integer("stride", "pass the tokens of a row of keys", 1),
         optional("block_indices"),
@@ -193,7 +196,7 @@ def block_scores(
 
 
 class _Arguments(NamedTuple):
-    launched: BlockScoresArguments | BlockScoresSumsArguments
+    launched: Scored
     qo_indptr: ArrayView | None
     kv_lens: ArrayView
 
@@ -210,7 +213,7 @@ class _BlockScores(Operation[_Arguments, int]):
     def arguments(self, views: Views, options: Any) -> _Arguments:
         given = {name: view for name, view in views.items() if view is not None}
         q = given["q"]
-        launched = _checked(given, options)
+        launched = checked_index(given, options)
         check_offsets_given("qo_indptr" in given, len(q.shape))
         sizes = bind(LENGTHS, views, {"batch": q.shape[0]} if len(q.shape) == 4 else {})
         check_rows(launched.block_table, sizes["batch"])
@@ -224,9 +227,7 @@ class _BlockScores(Operation[_Arguments, int]):
 
     def key(self, arguments: _Arguments, device: int) -> int:
         require_hopper(device)
-        a = arguments.launched
-        is_few = has_few_rows(a) if isinstance(a, BlockScoresArguments) else has_few_pooled(a)
-        return 0 if is_few else arguments.rows
+        return 0 if has_few(arguments.launched) else arguments.rows
 
     def workspace_bytes(self, key: int) -> int:
         return ROW_BYTES * key
@@ -239,15 +240,10 @@ class _BlockScores(Operation[_Arguments, int]):
             return ()
         if not key:
             lengths = arguments.kv_lens.ptr, arguments.kv_lens.strides[0]
-            if isinstance(a, BlockScoresSumsArguments):
-                return (block_scores_pooled_launch(lengths, a, outs[0]),)
-            return (block_scores_few_launch(lengths, a, outs[0]),)
+            return (launch_of_few(lengths, a, outs[0]),)
         tokens = Tokens(arguments.rows, a.block_table.shape[0], a.causal)
         rows = block_rows_launch(tokens, buffer, arguments.qo_indptr, arguments.kv_lens)
-        if isinstance(a, BlockScoresSumsArguments):
-            sums = block_scores_prompts_launch if has_prompts(a) else block_scores_sums_launch
-            return rows, sums(buffer, a, outs[0])
-        return rows, block_scores_launch(buffer, a, outs[0])
+        return rows, launch_of_rows(buffer, a, outs[0])
 
     def check_values(self, host: Host, arguments: _Arguments) -> None:
         a = arguments.launched
@@ -265,30 +261,50 @@ class _BlockScores(Operation[_Arguments, int]):
         return (reference.block_scores(**given),)
 
 
-def _checked(
-    given: dict[str, ArrayView], options: Any
-) -> BlockScoresArguments | BlockScoresSumsArguments:
+def has_few(arguments: Scored) -> bool:
+    """Whether a kernel for few query rows serves a call whose requests have as many of them."""
+    a = arguments
+    return has_few_rows(a) if isinstance(a, BlockScoresArguments) else has_few_pooled(a)
+
+
+def launch_of_few(kv_lens: tuple[int, int], arguments: Scored, out: ArrayView) -> Launch:
+    """Describe how to score by such a kernel; `kv_lens` are an address of lengths, their stride."""
+    if isinstance(arguments, BlockScoresSumsArguments):
+        return block_scores_pooled_launch(kv_lens, arguments, out)
+    return block_scores_few_launch(kv_lens, arguments, out)
+
+
+def launch_of_rows(rows: int, arguments: Scored, out: ArrayView) -> Launch:
+    """Describe how to score; `rows` is the address of what each query token sees."""
+    if isinstance(arguments, BlockScoresSumsArguments):
+        sums = block_scores_prompts_launch if has_prompts(arguments) else block_scores_sums_launch
+        return sums(rows, arguments, out)
+    return block_scores_launch(rows, arguments, out)
+
+
+def has_maxima(heads: int, options: Any) -> bool:
+    """Whether each head has a score of its own, the largest product."""
+    return (
+        (options.activation, options.stride) == ("none", 1)
+        and options.num_groups in (None, heads)
+        and options.block_size != options.stride
+    )
+
+
+def checked_index(given: dict[str, ArrayView], options: Any) -> Scored:
     """Check all but the lengths."""
     q, keys, stride = given["q"], given["keys"], options.stride
     heads = q.shape[-2] if len(q.shape) > 2 else 0
     groups = options.num_groups
-    if not {"weights", "block_indices"} & given.keys() and (
-        (options.activation, stride) == ("none", 1)
-        and groups in (None, heads)
-        and options.block_size != stride
-    ):
+    if not {"weights", "block_indices"} & given.keys() and has_maxima(heads, options):
         return checked_scores(given, options.block_size, options.causal)
     _check_rows(q, keys)
     if not heads:
         raise ValueError(f"{arg('q')}: needs heads, got shape {q.shape}; reshape it")
     if groups is None:
         groups = heads
-    if heads % groups or heads // groups > MOST_GROUP_HEADS:
-        raise ValueError(
-            f"{arg('num_groups')}: needs a divisor of the {heads} heads of {arg('q')}, and up to "
-            f"{MOST_GROUP_HEADS} heads of a group, got {groups}; pad groups with zero queries"
-        )
-    rows = _checked_block_rows(keys, options.block_size, stride)
+    check_groups(heads, groups)
+    rows = checked_block_rows(keys.shape[1], options.block_size, stride)
     table = checked_pages({"block_table": given["block_table"]})
     check_columns(table.shape[1], keys.shape[1] * stride)
     sizes = bind(_TABLE, given, {"total_tokens": prod(q.shape[:-2]), "num_heads": heads})
@@ -303,13 +319,22 @@ def _checked(
     )
 
 
-def _checked_block_rows(keys: ArrayView, block_size: int, stride: int) -> int:
+def check_groups(heads: int, groups: int) -> None:
+    """Check the groups of heads."""
+    if heads % groups or heads // groups > MOST_GROUP_HEADS:
+        raise ValueError(
+            f"{arg('num_groups')}: needs a divisor of the {heads} heads of {arg('q')}, and up to "
+            f"{MOST_GROUP_HEADS} heads of a group, got {groups}; pad groups with zero queries"
+        )
+
+
+def checked_block_rows(page_rows: int, block_size: int, stride: int) -> int:
     """Check the size of a block, and return its rows of keys."""
     rows = block_size // stride
-    if block_size % stride or (rows > 1 and rows % KEYS_AT_ONCE) or keys.shape[1] % max(rows, 1):
+    if block_size % stride or (rows > 1 and rows % KEYS_AT_ONCE) or page_rows % max(rows, 1):
         raise ValueError(
             f"{arg('block_size')}: needs the stride {stride}, or a multiple of "
-            f"{KEYS_AT_ONCE * stride} that divides the {keys.shape[1] * stride} tokens of a page, "
+            f"{KEYS_AT_ONCE * stride} that divides the {page_rows * stride} tokens of a page, "
             f"got {block_size}; pass the tokens of a pooled key as both"
         )
     return rows

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Never, Self
 import numpy as np
 
 from cumla.blocks.attention import BlockSparsePlan, check_columns
-from cumla.blocks.scores import checked_scores
+from cumla.blocks.scores import (
+    check_groups,
+    checked_activation,
+    checked_block_rows,
+    checked_index,
+    has_few,
+    has_maxima,
+    launch_of_few,
+    launch_of_rows,
+)
 from cumla.blocks.select import select_blocks
 from cumla.core.arguments import INT32, checked_int, dtype_name
 from cumla.core.arrays import open_call, reopen_call
@@ -19,28 +28,26 @@ from cumla.core.operation import Output, run, unplaced
 from cumla.core.plan import Joint, Step, new_array, open_plan, part_bytes
 from cumla.launch.blocks.block_rows import SPECS as ROW_SPECS
 from cumla.launch.blocks.block_rows import Tokens, Visible, block_rows_launch, lengths_in
-from cumla.launch.blocks.block_scores import KEYS_AT_ONCE, block_scores_launch, scores_spec
-from cumla.launch.blocks.block_scores_few import (
-    block_scores_few_launch,
-    has_few_rows,
-    scores_few_specs,
-)
+from cumla.launch.blocks.block_scores import KEYS_AT_ONCE, scores_spec
+from cumla.launch.blocks.block_scores_few import scores_few_specs
+from cumla.launch.blocks.block_scores_pooled import scores_pooled_specs
+from cumla.launch.blocks.block_scores_sums import scores_sums_specs
 from cumla.launch.blocks.select_blocks import SelectArguments, select_launches
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.kernel import Unplanned
 from cumla.launch.module import load
 from cumla.launch.split.plan import MOST_TOKENS
 from cumla.reference.blocks.rows import tokens_seen
-from cumla.reference.blocks.scores import scores_of
+from cumla.reference.blocks.scores import Sums, scores_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cumla.blocks.scores import Scored
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.paged import Host, Results
     from cumla.core.state import AttentionState
-    from cumla.launch.blocks.block_scores import BlockScoresArguments
     from cumla.launch.kernel import Launch
 
 __all__ = ["BlockSparseStep"]
@@ -106,6 +113,13 @@ class Sizes(NamedTuple):
     block_size: int
     causal: bool = True
     is_even: bool = True  # each request has as many query tokens
+    num_groups: int | None = None
+    activation: str = "none"
+    stride: int = 1
+
+    @property
+    def groups(self) -> int:
+        return self.heads if self.num_groups is None else self.num_groups
 
     @property
     def width(self) -> int:
@@ -113,7 +127,7 @@ class Sizes(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    launched: BlockScoresArguments
+    launched: Scored
     rows: ArrayView
     sizes: Sizes
 
@@ -123,9 +137,10 @@ class _Scores(Unplanned[_Scored]):
 
     def arguments(self, views: Views, options: Sizes) -> _Scored:
         given = {name: view for name, view in views.items() if view is not None}
-        launched = checked_scores(given, options.block_size, options.causal)
+        launched = checked_index(given, options)
         tokens, (requests, max_pages) = prod(launched.q.shape[:-2]), launched.block_table.shape
-        got = (tokens, launched.q.shape[-2], requests, max_pages, launched.keys.shape[1])
+        page_size = launched.keys.shape[1] * options.stride
+        got = (tokens, launched.q.shape[-2], requests, max_pages, page_size)
         names = {
             "q": ("query tokens", "heads"),
             "block_table": ("rows", "columns"),
@@ -144,16 +159,15 @@ class _Scores(Unplanned[_Scored]):
 
     def outputs(self, arguments: _Scored) -> tuple[Output, ...]:
         sizes = arguments.sizes
-        return (Output("out", (sizes.tokens, sizes.heads, sizes.width), ("float32",), "row"),)
+        return (Output("out", (sizes.tokens, sizes.groups, sizes.width), ("float32",), "row"),)
 
     def launches(self, arguments: _Scored, outs: Sequence[ArrayView]) -> Sequence[Launch]:
         if 0 in outs[0].shape:
             return ()
         a, rows, sizes = arguments.launched, arguments.rows.ptr, arguments.sizes
-        if sizes.is_even and a.q.shape[0] == sizes.requests and has_few_rows(a):
-            lengths = lengths_in(rows, a.q.shape[1])
-            return (block_scores_few_launch(lengths, a, outs[0]),)
-        return (block_scores_launch(rows, a, outs[0]),)
+        if sizes.is_even and a.q.shape[0] == sizes.requests and has_few(a):
+            return (launch_of_few(lengths_in(rows, a.q.shape[1]), a, outs[0]),)
+        return (launch_of_rows(rows, a, outs[0]),)
 
     def reference(self, host: Host, arguments: _Scored) -> Results:
         sizes, most = arguments.sizes, arguments.sizes.max_pages * arguments.sizes.page_size
@@ -162,7 +176,8 @@ class _Scores(Unplanned[_Scored]):
             for request, tokens, behind, _ in host["rows"].tolist()
         ]
         arrays = host["q"], host["keys"], sizes.block_size, host["block_table"]
-        return (scores_of(*arrays, seen, host.get("out")),)
+        sums = Sums(host.get("weights"), sizes.activation == "relu", sizes.num_groups)
+        return (scores_of(*arrays, seen, host.get("out"), sums, sizes.stride),)
 
 
 SEEN, SCORES = _SeenBy(), _Scores()
@@ -174,31 +189,33 @@ SEEN, SCORES = _SeenBy(), _Scores()
 class BlockSparseStep(Step):
     """Scores, choice and attention of a step with block-sparse attention, for all its layers.
 
-    The step of MiniMax M3: in each layer the indexer scores the blocks that a query token sees, the
-    best `topk` are chosen, forced ones among them, and attention reads these alone. ``update``
-    finds once per step what query tokens see, from lengths on the device; ``select`` scores and
-    chooses for one layer, and ``run`` attends. Layers that share a choice call ``run`` without a
+    The step of MiniMax M3 and of Step 5: in each layer the indexer scores the blocks that a query
+    token sees, the best `topk` are chosen, forced ones among them, and attention reads these alone.
+    ``update`` finds once per step what query tokens see, from lengths on the device; ``select``
+    scores and chooses for one layer, and ``run`` attends. Layers that share a choice call ``run`` without a
     ``select`` before, or pass `blocks`. Nothing waits for the device, and all of it can be captured
     into a CUDA graph, which then serves changing lengths.
 
     It contains a :class:`cumla.BlockSparsePlan`, whose rules apply. The arrays between the parts
-    belong to the step: scores ``(total_tokens, index_heads, blocks)`` float32, lists and what query
+    belong to the step: scores ``(total_tokens, lists, blocks)`` float32, lists and what query
     tokens see. With out= and lse= runs allocate nothing; choosing among more than 4,096 blocks
     allocates memory. CPU arrays are computed by :mod:`cumla.reference`.
 
     Parameters
     ----------
     batch, total_tokens, num_heads, head_dim, topk, block_size
-        As for :class:`cumla.BlockSparsePlan`; forced blocks count in topk, and block_size is a
-        multiple of 16.
+        As for :class:`cumla.BlockSparsePlan`; forced blocks count in topk, and block_size is the
+        stride, or a multiple of 16 of them.
     max_pages, page_size : int
         Columns of the block table and tokens of a page, of the indexer's keys.
     index_heads : int, optional
         Heads of the indexer: num_kv_heads, the default, where each head chooses for one kv head; or
-        1, which chooses for all.
+        1, which chooses for all. With num_groups, a multiple of it.
     index_dim, index_dtype : optional
         Columns and dtype of the indexer's queries and keys, for ``prepare``: 128, and dtype, by
         default.
+    num_groups, activation, stride : optional
+        As for :func:`cumla.block_scores`; the groups are num_kv_heads, or 1 that chooses for all.
     init_blocks, local_blocks : int
         Forced blocks, as in :func:`cumla.select_blocks`.
     num_kv_heads, head_dim_v, q_len, dtype, cache_dtype, causal, batch_invariant : optional
@@ -214,8 +231,8 @@ class BlockSparseStep(Step):
     Attributes
     ----------
     blocks : array or None
-        ``(total_tokens, index_heads, topk)`` int32: the lists of the last ``select``, ascending, -1
-        behind them. None from ``update`` to ``select``.
+        ``(total_tokens, index_heads or num_groups, topk)`` int32: the lists of the last
+        ``select``, ascending, -1 behind them. None from ``update`` to ``select``.
 
     Raises
     ------
@@ -257,6 +274,9 @@ class BlockSparseStep(Step):
         index_heads: int | None = None,
         index_dim: int = 128,
         index_dtype: Any = None,
+        num_groups: int | None = None,
+        activation: str = "none",
+        stride: int = 1,
         init_blocks: int = 0,
         local_blocks: int = 0,
         num_kv_heads: int | None = None,
@@ -274,7 +294,9 @@ class BlockSparseStep(Step):
         numbers = batch, total_tokens, num_heads, head_dim, topk, block_size
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         forced = init_blocks, local_blocks
-        sizes = _checked_sizes(numbers, kv_heads, index_heads, (max_pages, page_size), forced)
+        pages = max_pages, page_size
+        sums = num_groups, checked_activation("activation", activation), stride
+        sizes = _checked_sizes(numbers, kv_heads, index_heads, pages, forced, sums)
         self._sizes, self._topk = sizes._replace(causal=bool(causal)), int(topk)
         self._forced = forced
         self._index = dtype_name(dtype if index_dtype is None else index_dtype), index_dim
@@ -319,6 +341,9 @@ class BlockSparseStep(Step):
         block_table: Any,
         topk: int,
         block_size: int,
+        num_groups: int | None = None,
+        activation: str = "none",
+        stride: int = 1,
         init_blocks: int = 0,
         local_blocks: int = 0,
         qo_indptr: Any = None,
@@ -338,16 +363,19 @@ class BlockSparseStep(Step):
             As in :func:`cumla.block_sparse_attention`.
         index_q, index_keys, block_table
             As q, keys and block_table of :func:`cumla.block_scores`.
-        topk, block_size, init_blocks, local_blocks, workspace, stream
+        topk, block_size, num_groups, activation, stride, init_blocks, local_blocks, workspace, \
+stream
             As for the class.
         """
         topk = checked_int("topk", topk, "there is nothing to select")
         block_size = checked_int("block_size", block_size, "pass the tokens of a block")
+        sums = _checked_sums((num_groups, checked_activation("activation", activation), stride))
+        scored = Sizes(0, 0, 0, 0, 0, block_size, bool(causal), True, *sums)
         arrays = {"q": index_q, "keys": index_keys, "block_table": block_table}
         with _INDEX:
             call = open_call(tuple(arrays.items()), stream=stream)
             views = dict(zip(arrays, call.views, strict=True))
-            index = checked_scores({n: v for n, v in views.items() if v is not None}, block_size)
+            index = checked_index({n: v for n, v in views.items() if v is not None}, scored)
         arrays = {"q": q, "k": k, "v": v}
         if qo_indptr is not None:
             arrays["qo_indptr"] = qo_indptr
@@ -361,7 +389,8 @@ class BlockSparseStep(Step):
                 f"{arg('q')}: needs the query tokens of index_q, {tuple(lead)}, got shape "
                 f"{view.shape}; reshape one of them"
             )
-        lists = Output("block_indices", (prod(lead), heads, topk), INT32)
+        groups = scored._replace(heads=heads).groups
+        lists = Output("block_indices", (prod(lead), groups, topk), INT32)
         views["block_indices"] = unplaced(lists, call.device)
         options = {"kv_layout": kv_layout, "block_size": block_size}
         with call:
@@ -369,10 +398,13 @@ class BlockSparseStep(Step):
                 **BlockSparsePlan._numbers(views, options),
                 block_size=block_size,
                 max_pages=index.block_table.shape[1],
-                page_size=index.keys.shape[1],
+                page_size=index.keys.shape[1] * scored.stride,
                 index_heads=heads,
                 index_dim=index_dim,
                 index_dtype=index.q.dtype,
+                num_groups=num_groups,
+                activation=activation,
+                stride=stride,
                 init_blocks=init_blocks,
                 local_blocks=local_blocks,
                 causal=causal,
@@ -394,6 +426,8 @@ class BlockSparseStep(Step):
         max_pages: int,
         page_size: int,
         index_heads: int | None = None,
+        num_groups: int | None = None,
+        stride: int = 1,
         num_kv_heads: int | None = None,
         head_dim_v: int | None = None,
         batch_invariant: bool = False,
@@ -405,7 +439,8 @@ class BlockSparseStep(Step):
         """
         numbers = batch, total_tokens, num_heads, head_dim, topk, block_size
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = _checked_sizes(numbers, kv_heads, index_heads, (max_pages, page_size), (0, 0))
+        pages, sums = (max_pages, page_size), (num_groups, "none", stride)
+        sizes = _checked_sizes(numbers, kv_heads, index_heads, pages, (0, 0), sums)
         attend: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim_v": head_dim_v}
         attend["batch_invariant"] = batch_invariant
         return _bytes(numbers, attend, _arrays(sizes, topk), checked_sm_count(sm_count))
@@ -423,7 +458,12 @@ class BlockSparseStep(Step):
         given = SelectArguments(scores, visible, self._topk, *self._forced)
         launches = select_launches(given, blocks, 0, sm_count_of(self._device))
         of_selection = [launch.spec for launch in launches] if given.rows else []
-        of_scores = scores_spec(*self._index), *scores_few_specs(*self._index)
+        sizes = self._sizes
+        if has_maxima(sizes.heads, sizes):
+            of_scores = scores_spec(*self._index), *scores_few_specs(*self._index)
+        else:
+            keys = *self._index, sizes.block_size // sizes.stride
+            of_scores = *scores_sums_specs(*keys), *scores_pooled_specs(*keys)
         for spec in (*ROW_SPECS, *of_scores, *of_selection):
             load(spec, self._device, capturing=lambda: False)
 
@@ -462,6 +502,7 @@ class BlockSparseStep(Step):
         index_keys: Any,
         *,
         block_table: Any,
+        weights: Any = None,
         stream: Any = None,
         **misplaced: Never,
     ) -> Any:
@@ -471,12 +512,14 @@ class BlockSparseStep(Step):
         ----------
         index_q, index_keys, block_table, stream
             As q, keys, block_table and stream of :func:`cumla.block_scores`.
+        weights : array, optional
+            ``(total_tokens, index_heads)`` float32, as there, for a step that adds heads up.
 
         Returns
         -------
         array
-            ``(total_tokens, index_heads, topk)`` int32, as :attr:`blocks`; the next ``select``
-            writes to the same memory, but with JAX.
+            ``(total_tokens, index_heads or num_groups, topk)`` int32, as :attr:`blocks`; the next
+            ``select`` writes to the same memory, but with JAX.
         """
         if misplaced:
             raise self._misplaced("select", misplaced)
@@ -486,6 +529,13 @@ class BlockSparseStep(Step):
             self._check_framework("index_q", index_q)
         self._follow(stream)
         inputs = {"q": index_q, "keys": index_keys, "block_table": block_table, "rows": rows}
+        if weights is not None:
+            if has_maxima(self._sizes.heads, self._sizes):
+                raise ValueError(
+                    f"{arg('weights')}: needs a step that adds heads up, got one without; make it "
+                    f"with num_groups="
+                )
+            inputs["weights"] = weights
         with _INDEX:
             (scores,) = run(SCORES, inputs, {"out": scores}, self._sizes, stream)
         init, local = self._forced
@@ -561,7 +611,12 @@ lse, stream
 
 
 def _checked_sizes(
-    numbers: tuple[Any, ...], kv_heads: Any, index_heads: Any, pages: Any, forced: Any
+    numbers: tuple[Any, ...],
+    kv_heads: Any,
+    index_heads: Any,
+    pages: Any,
+    forced: Any,
+    sums: tuple[Any, str, Any],
 ) -> Sizes:
     """Check the numbers that the attention's plan does not."""
     batch, tokens, _, _, topk, block_size = numbers
@@ -569,19 +624,19 @@ def _checked_sizes(
         checked_int(name, value, "pass those of the index's keys")
         for name, value in zip(("max_pages", "page_size"), pages, strict=True)
     )
-    checked_int("block_size", block_size, "pass the tokens of a block")
-    if block_size % KEYS_AT_ONCE or page_size % block_size:
-        raise ValueError(
-            f"block_size: needs a multiple of {KEYS_AT_ONCE} that divides the page size "
-            f"{page_size}, got {block_size}; use pages of whole blocks"
-        )
+    block_size = checked_int("block_size", block_size, "pass the tokens of a block")
+    num_groups, _, stride = sums = _checked_sums(sums)
     check_columns(max_pages, page_size)
     kv_heads = checked_int("num_kv_heads", kv_heads, "leave it out for as many as num_heads")
     heads = kv_heads if index_heads is None else index_heads
-    if heads not in (1, kv_heads):
+    heads = checked_int("index_heads", heads, "leave it out for as many as num_kv_heads")
+    groups = heads if num_groups is None else num_groups
+    if groups not in (1, kv_heads):
+        name, way_out = "index_heads", "add heads up by num_groups="
+        if num_groups is not None:
+            name, way_out = "num_groups", "give each list a group"
         raise ValueError(
-            f"index_heads: needs {kv_heads}, one for each kv head, or 1 for all, got {heads}; "
-            f"reduce the scores of several, and call cumla.select_blocks"
+            f"{name}: needs {kv_heads}, one for each kv head, or 1 for all, got {groups}; {way_out}"
         )
     topk = checked_int("topk", topk, "there is nothing to select")
     least = sum(
@@ -592,17 +647,41 @@ def _checked_sizes(
         raise ValueError(f"topk: needs at least the {least} forced blocks, got {topk}; force fewer")
     batch = checked_int("batch", batch, "a step without requests has none", 0)
     tokens = checked_int("total_tokens", tokens, "a step without tokens has none", 0)
-    return Sizes(tokens, int(heads), batch, max_pages, page_size, int(block_size))
+    sizes = Sizes(tokens, heads, batch, max_pages, page_size, block_size, True, True, *sums)
+    if has_maxima(heads, sizes):
+        if block_size % KEYS_AT_ONCE or page_size % block_size:
+            raise ValueError(
+                f"block_size: needs a multiple of {KEYS_AT_ONCE} that divides the page size "
+                f"{page_size}, got {block_size}; use pages of whole blocks"
+            )
+        return sizes
+    if page_size % stride:
+        raise ValueError(
+            f"page_size: needs a multiple of the {stride} tokens of a pooled key, got {page_size}; "
+            f"use pages of whole keys"
+        )
+    with _INDEX:
+        check_groups(heads, groups)
+    checked_block_rows(page_size // stride, block_size, stride)
+    return sizes
+
+
+def _checked_sums(sums: tuple[Any, str, Any]) -> tuple[int | None, str, int]:
+    """Check the groups of heads, and the tokens of a row of keys."""
+    groups, activation, stride = sums
+    if groups is not None:
+        groups = checked_int("num_groups", groups, "leave it out for a score of each head")
+    return groups, activation, checked_int("stride", stride, "pass the tokens of a row of keys")
 
 
 def _arrays(sizes: Sizes, topk: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """Tell shapes and dtypes of the arrays between scores, choice and attention."""
-    tokens, heads = sizes[:2]
+    tokens, groups = sizes.tokens, sizes.groups
     return {
-        "blocks": ((tokens, heads, topk), "int32"),
+        "blocks": ((tokens, groups, topk), "int32"),
         "rows": ((tokens, _ROW), "int32"),
         "visible": ((tokens,), "int32"),
-        "scores": ((tokens, heads, sizes.width), "float32"),
+        "scores": ((tokens, groups, sizes.width), "float32"),
     }
 
 

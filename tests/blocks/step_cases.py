@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,10 +26,14 @@ class Case:
     local_blocks: int = 1
     index_dim: int = COLUMNS
     causal: bool = True
+    num_groups: int | None = None
+    activation: str = "none"
+    stride: int = 1
+    has_weights: bool = False
 
     SIZES: ClassVar = (
         *("batch", "total_tokens", "num_heads", "head_dim", "topk", "block_size", "max_pages"),
-        *("page_size", "index_heads", "num_kv_heads"),
+        *("page_size", "index_heads", "num_groups", "stride", "num_kv_heads"),
     )
 
     @property
@@ -52,19 +56,29 @@ class Case:
             "k": numbers(pages, PAGE, KV_HEADS, COLUMNS),
             "v": numbers(pages, PAGE, KV_HEADS, COLUMNS),
             "index_q": numbers(*self.lead, self.index_heads, self.index_dim),
-            "index_keys": numbers(pages, PAGE, self.index_dim),
+            "index_keys": numbers(pages, PAGE // self.stride, self.index_dim),
             "block_table": rng.permutation(pages - 1).reshape(3, MAX_PAGES).astype(np.int32),
             "kv_lens": self.lens,
         }
         if not self.q_len:  # a row before and one after those of requests
             given["qo_indptr"] = np.array([1, 3, 3, 6], np.int32)
+        if self.has_weights:
+            tokens = int(np.prod(self.lead))
+            given["weights"] = rng.standard_normal((tokens, self.index_heads)).astype(np.float32)
         return given
 
     @property
-    def options(self) -> dict[str, int]:
-        forced = {"init_blocks": self.init_blocks, "local_blocks": self.local_blocks}
-        sizes = {"topk": TOPK, "block_size": self.block_size}
-        return {**sizes, **forced, "causal": self.causal}
+    def forced(self) -> dict[str, int]:
+        return {"init_blocks": self.init_blocks, "local_blocks": self.local_blocks}
+
+    @property
+    def scored(self) -> dict[str, Any]:
+        sums = {"num_groups": self.num_groups, "activation": self.activation}
+        return {"block_size": self.block_size, "causal": self.causal, "stride": self.stride, **sums}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"topk": TOPK, **self.scored, **self.forced}
 
     def numbers(self) -> dict[str, Any]:
         """What the class takes in the place of arrays."""
@@ -93,8 +107,8 @@ class Case:
         step.update(**lengths, **more)
 
     def select(self, step: cumla.BlockSparseStep, given: dict[str, Any], **more: Any) -> Any:
-        names = ("index_q", "index_keys", "block_table")
-        return step.select(**{name: given[name] for name in names}, **more)
+        names = ("index_q", "index_keys", "block_table", "weights")
+        return step.select(**{name: given[name] for name in names if name in given}, **more)
 
     def run(self, step: cumla.BlockSparseStep, given: dict[str, Any], **more: Any) -> Any:
         names = ("q", "k", "v", "block_table")
@@ -107,15 +121,26 @@ class Case:
             **arrays, block_indices=lists, block_size=self.block_size, causal=self.causal
         )
 
+    def scores(self, given: dict[str, Any]) -> Any:
+        names = ("block_table", "kv_lens", "qo_indptr", "weights")
+        arrays = {name: given[name] for name in names if name in given}
+        return cumla.block_scores(given["index_q"], given["index_keys"], **self.scored, **arrays)
+
     def expected(self, given: dict[str, Any]) -> tuple[Any, ...]:
         """Lists, out and lse, by the three functions."""
-        names = ("block_table", "kv_lens", "qo_indptr")
-        pages = {name: given[name] for name in names if name in given}
-        options = {"block_size": self.block_size, "causal": self.causal}
-        scores = cumla.block_scores(given["index_q"], given["index_keys"], **options, **pages)
+        scores = self.scores(given)
         lengths = given["kv_lens"], given.get("qo_indptr"), MAX_PAGES * PAGE, self.causal
         seen = np.array([n for _, n in tokens_seen(len(scores), *lengths)], np.int32)
-        forced = {"init_blocks": self.init_blocks, "local_blocks": self.local_blocks}
         visible = -(-seen // self.block_size)
-        lists = cumla.select_blocks(scores, TOPK, visible=visible, **forced)
+        lists = cumla.select_blocks(scores, TOPK, visible=visible, **self.forced)
         return lists, *self.attend(given, lists)
+
+
+POOLED = Case(block_size=8, stride=8, index_heads=8, num_groups=2, activation="relu")
+"""Step 5: keys of 8 tokens, and 4 heads of the indexer for each kv head."""
+SUMS = (
+    replace(POOLED, index_dim=128, has_weights=True),
+    *(replace(POOLED, q_len=q_len, has_weights=True) for q_len in (0, 3)),
+    Case(q_len=2, block_size=4, stride=4, index_heads=4, num_groups=1, activation="relu"),
+    Case(index_heads=4, num_groups=1, has_weights=True),
+)

@@ -14,7 +14,7 @@ import pytest
 
 import cumla
 from cumla.core.spec import SPECS
-from tests.blocks.step_cases import Case
+from tests.blocks.step_cases import SUMS, Case
 from tests.calls import Refusal, all_of, refused, wrong, wrong_type
 from tests.emulator import emulated_gpu
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
@@ -24,8 +24,11 @@ SHARED, WIDE = Case(index_heads=1), Case(q_len=2, block_size=32, init_blocks=1)
 FEW = Case(q_len=2, index_dim=128, causal=False)  # block_scores_few
 CASES = pytest.mark.parametrize(
     "case",
-    [ONE, DRAFTS, RAGGED, SHARED, WIDE, FEW],
-    ids=["one", "drafts", "ragged", "shared", "wide", "few"],
+    [ONE, DRAFTS, RAGGED, SHARED, WIDE, FEW, *SUMS],
+    ids=[
+        *("one", "drafts", "ragged", "shared", "wide", "few", "sums-few", "sums-ragged"),
+        *("sums-drafts", "sums-of-all-heads", "sums-of-blocks"),
+    ],
 )
 
 
@@ -145,17 +148,18 @@ def test_arguments_are_those_of_the_functions() -> None:
     lengths = {"kv_lens", "qo_indptr"}
     of_plan = {"block_size", "causal", "batch_invariant"}
     index = {"q": "index_q", "keys": "index_keys"}
-    sums = {"weights", "activation", "num_groups", "stride", "block_indices"}  # a step has maxima
+    sums = {"activation", "num_groups", "stride"}
     assert names(step.select) == {
-        index.get(n, n) for n in listed(scores) - lengths - of_plan - sums - {"out"}
+        index.get(n, n)
+        for n in listed(scores) - lengths - of_plan - sums - {"block_indices", "out"}
     }
     chosen = {"topk_lens", "indices_are"}  # by the step
     lists = {"block_indices": "blocks"}
     assert names(step.run) == {lists.get(n, n) for n in listed(attend) - lengths - of_plan - chosen}
     assert names(step.update) == names(plan.update)
-    own = {"max_pages", "page_size", "index_heads"}
+    own = {"max_pages", "page_size", "index_heads", "num_groups", "stride"}
     forced = {"init_blocks", "local_blocks"}
-    assert names(step) == names(plan) | own | forced | {"index_dim", "index_dtype"}
+    assert names(step) == names(plan) | own | forced | {"index_dim", "index_dtype", "activation"}
     assert names(step.workspace_bytes) == names(plan.workspace_bytes) | own
 
 
@@ -186,7 +190,18 @@ MADE = [
     ),
     wrong("init_blocks", -1, "a number from 0, got -1; pass 0 for none"),
     wrong_type("local_blocks", None, "an int, got NoneType"),
-    wrong("index_heads", 4, "2, one for each kv head, or 1 for all, got 4; reduce the scores"),
+    wrong("index_heads", 4, "2, one for each kv head, or 1 for all, got 4; add heads up by"),
+    Refusal({"index_heads": 6, "num_groups": 3}, ValueError, "num_groups: needs 2, one for each"),
+    Refusal(
+        {"index_heads": 3, "num_groups": 2},
+        ValueError,
+        "num_groups: needs a divisor of the 3 heads of index_q, and up to",
+    ),
+    wrong("num_groups", 0, "a number from 1, got 0; leave it out for a score of each head"),
+    wrong("stride", 0, "a number from 1, got 0; pass the tokens of a row of keys"),
+    wrong("activation", "gelu", "'none' or 'relu', got 'gelu'; pass one of them"),
+    Refusal({"stride": 8}, ValueError, "block_size: needs the stride 8, or a multiple of 128"),
+    Refusal({"stride": 24, "block_size": 24}, ValueError, "page_size: needs a multiple of the 24"),
     wrong("max_pages", 0, "a number from 1, got 0; pass those of the index's keys"),
     Refusal({"max_pages": 1 << 26}, ValueError, "block_table: needs max_pages * page_size up to"),
     wrong("dtype", "float32", "bfloat16 or float16, got 'float32'"),
@@ -215,6 +230,8 @@ def test_arrays_that_do_not_fit() -> None:
         with refused(ValueError, message):
             ONE.select(step, given | {name: array})
     ONE.select(step, given)
+    with refused(ValueError, "weights: needs a step that adds heads up, got one without; make it"):
+        ONE.select(step, given, weights=np.ones((3, 2), np.float32))
     with refused(ValueError, "blocks: needs lists for each of the 2 kv heads of k, or one for all"):
         ONE.run(step, given, blocks=np.zeros((3, 3, 4), np.int32))
     with refused(ValueError, "plan: made for topk 4, got topk 5"):
@@ -283,8 +300,10 @@ def test_a_captured_step_allocates_nothing(
     driver.capturing.clear()
     assert launched[:2] == ["block_rows"] * 2
     assert launched[2:5] == launched[5:]
+    scores = {FEW: "few_float16", SUMS[0]: "pooled_float16_128"}
+    scores |= dict.fromkeys(SUMS[1:], "sums_float16_64")
     assert launched[2:5] == [
-        "block_scores_few_float16" if case is FEW else "block_scores_float16_64",
+        f"block_scores_{scores.get(case, 'float16_64')}",
         "select_blocks_float32_1024",
         "block_attention_gathered_float16_128x2",
     ]

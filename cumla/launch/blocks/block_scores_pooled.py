@@ -44,6 +44,12 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
+def scores_pooled_specs(dtype: str, columns: int, block_rows: int) -> tuple[KernelSpec, ...]:
+    """Find the kernel of a dtype of keys, their columns, and rows of keys of a block, if any."""
+    spec = _SPECS.get((known_dtype(dtype), columns)) if block_rows == 1 else None
+    return () if spec is None else (spec,)
+
+
 def has_few_pooled(arguments: BlockScoresSumsArguments) -> bool:
     """Whether block_scores_pooled serves a call."""
     a, shape = arguments, arguments.q.shape

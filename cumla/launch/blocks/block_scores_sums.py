@@ -47,6 +47,12 @@ _SPECS = {key: _spec(*key) for key in product(FORMS, COLUMNS, (False, True))}
 SPECS = tuple(_SPECS.values())
 
 
+def scores_sums_specs(dtype: str, columns: int, block_rows: int) -> tuple[KernelSpec, ...]:
+    """Find the kernels of a dtype of keys, their columns, and rows of keys of a block."""
+    forms = (False, True) if block_rows == 1 else (False,)
+    return tuple(_SPECS[known_dtype(dtype), columns, prompts] for prompts in forms)
+
+
 class BlockScoresSumsArguments(NamedTuple):
     """Checked views of one call."""
 

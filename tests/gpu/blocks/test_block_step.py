@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.blocks.step_cases import Case
+from tests.blocks.step_cases import SUMS, Case
 from tests.gpu.tools.memory import Memory
 
 KERNELS = ("block_attention", "block_lists", "block_rows", "block_scores", "select_blocks")
@@ -19,6 +19,7 @@ CASES = (
     *(Case(), Case(q_len=3), Case(q_len=0), Case(index_heads=1)),
     Case(q_len=2, block_size=32, init_blocks=1, local_blocks=2),
     *(Case(index_dim=128), Case(q_len=2, index_dim=128, causal=False)),
+    *SUMS,
 )
 
 
@@ -33,15 +34,8 @@ def of(given: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def parts(case: Case, there: dict[str, Any], visible: Any) -> tuple[Any, ...]:
     """Lists, out and lse, by the three functions on the GPU."""
-    pages = of(there, "block_table", "kv_lens", "qo_indptr")
-    scores = cumla.block_scores(
-        *(there["index_q"], there["index_keys"]),
-        block_size=case.block_size,
-        causal=case.causal,
-        **pages,
-    )
-    forced = {"init_blocks": case.init_blocks, "local_blocks": case.local_blocks}
-    lists = cumla.select_blocks(scores, 4, visible=cp.asarray(visible), **forced)
+    scores = case.scores(there)
+    lists = cumla.select_blocks(scores, 4, visible=cp.asarray(visible), **case.forced)
     return lists, *case.attend(there, lists)
 
 
