@@ -192,9 +192,9 @@ class BlockSparseStep(Step):
     The step of MiniMax M3 and of Step 5: in each layer the indexer scores the blocks that a query
     token sees, the best `topk` are chosen, forced ones among them, and attention reads these alone.
     ``update`` finds once per step what query tokens see, from lengths on the device; ``select``
-    scores and chooses for one layer, and ``run`` attends. Layers that share a choice call ``run`` without a
-    ``select`` before, or pass `blocks`. Nothing waits for the device, and all of it can be captured
-    into a CUDA graph, which then serves changing lengths.
+    scores and chooses for one layer, and ``run`` attends. Layers that share a choice call ``run``
+    without a ``select`` before, or pass `blocks`. Nothing waits for the device, and all of it can
+    be captured into a CUDA graph, which then serves changing lengths.
 
     It contains a :class:`cumla.BlockSparsePlan`, whose rules apply. The arrays between the parts
     belong to the step: scores ``(total_tokens, lists, blocks)`` float32, lists and what query
