@@ -31,6 +31,7 @@ from cumla.launch.blocks.block_rows import Tokens, Visible, block_rows_launch, l
 from cumla.launch.blocks.block_scores import KEYS_AT_ONCE, scores_spec
 from cumla.launch.blocks.block_scores_few import scores_few_specs
 from cumla.launch.blocks.block_scores_pooled import scores_pooled_specs
+from cumla.launch.blocks.block_scores_prompts import scores_prompts_specs
 from cumla.launch.blocks.block_scores_sums import scores_sums_specs
 from cumla.launch.blocks.select_blocks import SelectArguments, select_launches
 from cumla.launch.device import checked_sm_count, sm_count_of
@@ -463,7 +464,10 @@ stream
             of_scores = scores_spec(*self._index), *scores_few_specs(*self._index)
         else:
             keys = *self._index, sizes.block_size // sizes.stride
-            of_scores = *scores_sums_specs(*keys), *scores_pooled_specs(*keys)
+            of_scores = (
+                *(*scores_sums_specs(*keys), *scores_pooled_specs(*keys)),
+                *scores_prompts_specs(*keys),
+            )
         for spec in (*ROW_SPECS, *of_scores, *of_selection):
             load(spec, self._device, capturing=lambda: False)
 

@@ -136,11 +136,10 @@ class Case:
         return lists, *self.attend(given, lists)
 
 
-POOLED = Case(block_size=8, stride=8, index_heads=8, num_groups=2, activation="relu")
-"""Step 5: keys of 8 tokens, and 4 heads of the indexer for each kv head."""
+STEP_5 = Case(block_size=8, stride=8, index_heads=8, num_groups=2, activation="relu")
 SUMS = (
-    replace(POOLED, index_dim=128, has_weights=True),
-    *(replace(POOLED, q_len=q_len, has_weights=True) for q_len in (0, 3)),
+    *(replace(STEP_5, q_len=q_len, index_dim=128, has_weights=True) for q_len in (1, 0)),
+    *(replace(STEP_5, q_len=q_len, has_weights=True) for q_len in (0, 3)),
     Case(q_len=2, block_size=4, stride=4, index_heads=4, num_groups=1, activation="relu"),
     Case(index_heads=4, num_groups=1, has_weights=True),
 )

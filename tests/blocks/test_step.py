@@ -26,8 +26,8 @@ CASES = pytest.mark.parametrize(
     "case",
     [ONE, DRAFTS, RAGGED, SHARED, WIDE, FEW, *SUMS],
     ids=[
-        *("one", "drafts", "ragged", "shared", "wide", "few", "sums-few", "sums-ragged"),
-        *("sums-drafts", "sums-of-all-heads", "sums-of-blocks"),
+        *("one", "drafts", "ragged", "shared", "wide", "few", "sums-few"),
+        *("sums-prompts", "sums-ragged", "sums-drafts", "sums-of-all-heads", "sums-of-blocks"),
     ],
 )
 
@@ -300,8 +300,8 @@ def test_a_captured_step_allocates_nothing(
     driver.capturing.clear()
     assert launched[:2] == ["block_rows"] * 2
     assert launched[2:5] == launched[5:]
-    scores = {FEW: "few_float16", SUMS[0]: "pooled_float16_128"}
-    scores |= dict.fromkeys(SUMS[1:], "sums_float16_64")
+    scores = {FEW: "few_float16", SUMS[0]: "pooled_float16_128", SUMS[1]: "prompts_few_float16"}
+    scores |= dict.fromkeys(SUMS[2:], "sums_float16_64")
     assert launched[2:5] == [
         f"block_scores_{scores.get(case, 'float16_64')}",
         "select_blocks_float32_1024",

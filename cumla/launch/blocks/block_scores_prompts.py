@@ -46,6 +46,13 @@ _SPECS = {key: _spec(*key) for key in product(FORMS, _CTAS)}
 SPECS = tuple(_SPECS.values())
 
 
+def scores_prompts_specs(dtype: str, columns: int, block_rows: int) -> tuple[KernelSpec, ...]:
+    """Find the kernels of a dtype of keys, their columns, and rows of keys of a block, if any."""
+    if (columns, block_rows) != (_COLUMNS, 1):
+        return ()
+    return tuple(_SPECS[known_dtype(dtype), units] for units in _CTAS)
+
+
 def has_prompts(arguments: BlockScoresSumsArguments) -> bool:
     """Whether block_scores_prompts serves a call that is not one of few query rows.
 
