@@ -76,7 +76,10 @@ def is_deterministic() -> bool:
 
 
 def _num_sms(theirs: Any) -> Any:
-    """Take over the indexer if the server asks for cumla; return the GPU's multiprocessors."""
+    """Take over the indexer if the server asks for cumla; return the GPU's multiprocessors.
+
+    The backend, which is made later, says who serves the indexer.
+    """
     import sglang
     from sglang.srt.runtime_context import attention_backends
 

@@ -9,7 +9,8 @@ passes :class:`Metadata`, which select tokens in all steps.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import cumla
 from cumla._serving import LogitsStep, Plans
 from cumla.compat import deep_gemm
 
-__all__ = ["Metadata", "select", "take_over"]
+__all__ = ["Metadata", "select", "take_over", "tell"]
 
 _log = logging.getLogger(__name__)
 _FUNCTIONS = {  # names in SGLang's files -> what they return
@@ -36,7 +37,7 @@ if _missing := [name for name in _FUNCTIONS if not hasattr(utils, name)]:
 
 
 def take_over() -> None:
-    """Serve SGLang's indexer in this process, and say so in the log; again it changes nothing."""
+    """Serve SGLang's indexer in this process; again it changes nothing."""
     if dsa_indexer.Indexer._get_topk_paged is select:
         return
     for module in (utils, dsa_indexer, dsa_backend):
@@ -44,6 +45,18 @@ def take_over() -> None:
             if hasattr(module, name):
                 setattr(module, name, ours)
     dsa_indexer.Indexer._get_topk_paged = select
+
+
+@cache
+def tell(pool: int) -> None:
+    """Say in the log who serves an indexer that chooses pools of so many tokens."""
+    if pool > 1:
+        _log.info(
+            "SGLang scores and selects for the indexer of sparse MLA, with DeepGEMM: it chooses "
+            "pools of %s tokens, which cumla's does not",
+            pool,
+        )
+        return
     _log.info(
         "cumla scores and selects for the indexer of sparse MLA: paged_mqa_logits, mqa_logits and "
         "top_k in the place of DeepGEMM and SGLang's top-k"
@@ -95,12 +108,11 @@ class Metadata(DSAIndexerMetadata):
         lens = self.get_seqlens_expanded() if ke_offset is None else ke_offset
         options: dict[str, Any] = {"row_lens": lens, "row_starts": ks}
         if not self.force_unfused_topk:
+            requests = self.get_token_to_batch_idx() if batch_idx_list is None else batch_idx_list
             table = self.get_page_table_64()
-            options |= {"block_table": table, "page_size": self.attn_metadata.page_size}
-            if batch_idx_list is not None:
-                options["row_to_request"] = batch_idx_list
-            elif ks is not None or len(table) != len(logits):
-                options["row_to_request"] = self.get_token_to_batch_idx()
+            # None in decoding and with drafts, whose table has a row for each token.
+            options |= {"row_to_request": requests, "page_size": self.attn_metadata.page_size}
+            options["block_table"] = table[: len(logits)] if requests is None else table
         out = logits.new_empty((len(logits), topk), dtype=torch.int32)
         return cumla.top_k(logits, topk, out=out, **options).indices
 
@@ -116,9 +128,11 @@ def select(
     """Return the slots ``(tokens, topk)`` of each query token's best keys, -1 behind them.
 
     Arguments and result are those of the method of SGLang's indexer; another backend's metadata go
-    to that.
+    to that, which schedules cumla's logits by the lengths of the call.
     """
     if not isinstance(metadata, Metadata):
+        if getattr(metadata, "paged_mqa_schedule_metadata", None) is not None:
+            metadata = replace(metadata, paged_mqa_schedule_metadata=None)
         theirs: torch.Tensor = _original(self, forward_batch, layer_id, q_fp8, weights, metadata)
         return theirs
     pool = dsa_indexer.get_token_to_kv_pool()

@@ -21,7 +21,7 @@ from cumla._serving import LogitsStep, Plans, Step, cache_dtype, in_parts
 from cumla.compat._engine import refusal
 from cumla.mla.shape import E4M3_512, NO_ROPE, PACKED, WIDTH
 from cumla.sglang import is_deterministic
-from cumla.sglang.indexer import Metadata, take_over
+from cumla.sglang.indexer import Metadata, take_over, tell
 
 __all__ = ["Backend"]
 
@@ -56,6 +56,7 @@ class Backend(DeepseekSparseAttnBackend):
                 )
         if self.dsa_index_kpool == 1:
             take_over()
+        tell(self.dsa_index_kpool)
         self._choose(None)
         self.enable_auto_select_prefill_impl = False
         stored, is_packed = cache_dtype(runner.kv_cache_dtype), self.dsa_kv_cache_store_fp8

@@ -149,6 +149,7 @@ class IndexerMetadata:
     attn_metadata: Any
     topk_transform_method: str
     force_unfused_topk: bool = False
+    paged_mqa_schedule_metadata: Any = None
 
     def get_seqlens_int32(self) -> Any:
         return self.attn_metadata.cache_seqlens_int32
@@ -181,6 +182,7 @@ def indexer_class() -> Any:
         num_init_tokens = num_local_tokens = 0
 
         def _get_topk_paged(self, *args: Any) -> Any:
+            self.asked = args
             return "SGLang's"
 
         def _get_index_k_read_buffer(self, pool: Any, layer_id: int) -> Any:

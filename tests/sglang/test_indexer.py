@@ -61,7 +61,24 @@ def step(q_len: int = 1, device: str = "cpu") -> Any:
         real_page_table=table,
         page_size=PAGE,
         dsa_extend_seq_lens_list=[q_len] * 3,
-        token_to_batch_idx=torch.arange(3).repeat_interleave(q_len).int().to(device),
+        token_to_batch_idx=None,
+    )
+
+
+def prompts(lengths: list[int]) -> Any:
+    """Metadata of a step that reads so many tokens of each request: a row of its table for each."""
+    of = step()
+    rows = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    parts = [torch.arange(n - new + 1, n + 1) for n, new in zip(LENGTHS, lengths, strict=True)]
+    of.dsa_seqlens_expanded, of.token_to_batch_idx = torch.cat(parts).int(), rows.int()
+    of.dsa_extend_seq_lens_list = lengths
+    return of
+
+
+def by_token(of: Any) -> Any:
+    """Return the same metadata with a row of the table for each token, as the oracle reads it."""
+    return SimpleNamespace(
+        **vars(of) | {"real_page_table": of.real_page_table[of.token_to_batch_idx]}
     )
 
 
@@ -127,13 +144,11 @@ def test_a_step_without_tokens() -> None:
 def test_a_prefill_selects_from_rows_of_the_keys_of_all() -> None:
     """Whole, in chunks of rows as SGLang cuts them, and where it translates positions itself."""
     backend, _ = made()
-    of = step(3)
-    of.real_page_table = of.real_page_table[::3]  # for each request
+    of = prompts([3, 3, 3])
     starts = torch.tensor([0, 200, 270]).repeat_interleave(3).int()
     logits = torch.randn(9, 280, generator=torch.Generator().manual_seed(5))
     rows = torch.stack([row.roll(-int(start)) for row, start in zip(logits, starts, strict=True)])
-    each = SimpleNamespace(**vars(of))
-    each.real_page_table = of.real_page_table.repeat_interleave(3, 0)
+    each = by_token(of)
     wanted = chosen(rows, each)
     found = metadata(backend, of)
     assert torch.equal(found.topk_transform(logits, TOPK, ks=starts), wanted)
@@ -149,6 +164,25 @@ def test_a_prefill_selects_from_rows_of_the_keys_of_all() -> None:
     of.dsa_seqlens_expanded = each.dsa_seqlens_expanded = of.dsa_seqlens_expanded.clamp(max=TOPK)
     zeros = torch.zeros(9, TOPK)
     assert torch.equal(found.topk_transform(zeros, TOPK), chosen(zeros, each))
+
+
+def test_as_many_tokens_as_requests_are_not_taken_for_one_of_each() -> None:
+    """Two tokens of one prompt, none of the next, one of the last."""
+    backend, _ = made()
+    of = prompts([2, 0, 1])
+    of.dsa_seqlens_expanded = of.dsa_seqlens_expanded.clamp(max=TOPK)
+    zeros = torch.zeros(3, TOPK)
+    slots = metadata(backend, of).topk_transform(zeros, TOPK)
+    assert torch.equal(slots, chosen(zeros, by_token(of)))
+
+
+def test_rows_of_the_table_behind_the_tokens_are_not_read() -> None:
+    backend, _ = made()
+    of = step()
+    logits = torch.randn(2, 256, generator=torch.Generator().manual_seed(6))
+    of.dsa_seqlens_expanded = of.dsa_seqlens_expanded[:2]
+    slots = metadata(backend, of).topk_transform(logits, TOPK)
+    assert torch.equal(slots, chosen(logits, of))
 
 
 def test_positions_are_not_translated_where_sglang_does() -> None:
@@ -193,7 +227,12 @@ def test_nothing_is_prepared_for_what_sglang_does_not_run() -> None:
 def test_other_metadata_go_to_sglangs_method() -> None:
     """As those of a draft model's backend do, whose functions of DeepGEMM are cumla's."""
     made()
-    assert indexer()._get_topk_paged(None, 0, None, None, object()) == "SGLang's"
+    one, theirs = indexer(), sys.modules[f"{DSA}.dsa_indexer_metadata"].DSAIndexerMetadata  # type: ignore[attr-defined]
+    assert one._get_topk_paged(None, 0, None, None, object()) == "SGLang's"
+    # A schedule that was made before, of other lengths: the layer makes one.
+    found = theirs(step(), "slots", paged_mqa_schedule_metadata="of other lengths")
+    assert one._get_topk_paged(None, 0, None, None, found) == "SGLang's"
+    assert one.asked[-1] == theirs(found.attn_metadata, "slots")
     for module in ("utils", "dsa_indexer"):
         home = sys.modules[f"{DSA}.{module}"]
         for kind in ("fp8_paged_mqa_logits", "fp8_mqa_logits", "paged_mqa_logits_metadata"):
@@ -201,8 +240,12 @@ def test_other_metadata_go_to_sglangs_method() -> None:
             assert function.__module__ == "cumla.compat.deep_gemm"
 
 
-def test_indexers_that_choose_pools_stay_sglangs() -> None:
+def test_indexers_that_choose_pools_stay_sglangs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     backend, _ = made(dsa_index_kpool=4, qk_rope_head_dim=0)
+    (said,) = [message for message in caplog.messages if "indexer" in message]
+    assert said.startswith("SGLang scores and selects for the indexer of sparse MLA")
+    assert "pools of 4 tokens" in said
     assert type(metadata(backend, step())).__module__ == "tests.sglang.stub"
     assert indexer()._get_topk_paged() == "SGLang's"
     assert backend._build_topk_v2_plan(None) == "SGLang's plan"
@@ -221,8 +264,11 @@ def test_layers_are_made_without_deepgemm(
         for _ in range(2):
             assert hook(getattr(sys.modules[module], name)) == 132
         assert indexer()._get_topk_paged.__func__.__module__ == "cumla.sglang.indexer"
-    said = [each.message for each in caplog.records if "indexer" in each.message]
-    assert len(said) == 1
+        assert not [message for message in caplog.messages if "indexer" in message]
+        for _ in range(2):
+            made()
+    (said,) = [message for message in caplog.messages if "indexer" in message]
+    assert said.startswith("cumla scores and selects for the indexer")
     with stubbed(asked=("fa3", "fa3")) as hooks:
         cumla.sglang.register()
         (hook,) = hooks.found.values()
