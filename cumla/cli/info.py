@@ -35,30 +35,38 @@ _PACKAGES = (
     "vllm",
     "sglang",
 )
+_SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}  # options -> names
 _OF_A_MODEL = ("dtype", "kv_cache_dtype", "block_size", "tensor_parallel_size", "fp8_products")
 _VARIABLES = ("CUMLA_CHECK", "CUMLA_CUBIN_DIR", "CUMLA_DEBUG")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to ``python -m cumla``."""
-    what = "show versions, GPUs, NVRTC and cache folders; with --vllm CONFIG what serves a model"
+    what = (
+        "show versions, GPUs, NVRTC and cache folders; with --vllm CONFIG or --sglang CONFIG what "
+        "serves a model"
+    )
     parser = subparsers.add_parser("info", help=what, description=what)
     group = parser.add_argument_group(
-        "vLLM",
-        "whether its plugin would serve a model, with what beside attention; the exit status is 1 "
+        "vLLM and SGLang",
+        "whether the plugin would serve a model, with what beside attention; the exit status is 1 "
         "if it would not, and 2 if the question cannot be answered",
     )
-    group.add_argument(
-        "--vllm",
-        nargs="?",
-        const=True,
-        metavar="CONFIG",
-        help="a config.json of Hugging Face, or a folder with one; without it the versions alone",
-    )
+    which = group.add_mutually_exclusive_group()
+    for option in _SERVERS:
+        which.add_argument(
+            f"--{option}",
+            nargs="?",
+            const=True,
+            metavar="CONFIG",
+            help="a config.json of Hugging Face, or a folder with one; without it the versions "
+            "alone",
+        )
     group.add_argument("--dtype", help="as the model's by default")
     group.add_argument("--kv-cache-dtype", help="auto by default")
-    group.add_argument("--block-size", type=positive, help="tokens of a page; 64 by default")
-    group.add_argument("--tensor-parallel-size", "-tp", type=positive, help="1 by default")
+    page = "tokens of a page; 64 by default"
+    group.add_argument("--block-size", "--page-size", type=positive, help=page)
+    group.add_argument("--tensor-parallel-size", "--tp", "-tp", type=positive, help="1 by default")
     allowed = "as with the option fp8_products of vLLM's --additional-config"
     group.add_argument("--fp8-products", action="store_true", default=None, help=allowed)
     parser.set_defaults(func=run)
@@ -67,14 +75,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print the report.
 
-    1 if vLLM's plugin would not serve the model that is asked about, 2 if it could not be read.
+    1 if the plugin would not serve the model that is asked about, 2 if it could not be read.
     """
     try:
         model = _asked_about(args)
     except CumlaError as error:
         print(f"cumla info: {error}", file=sys.stderr)
         return 2
-    if args.vllm is not None:
+    if _server(args) is not None:
         return _served(args, model)
     rows: list[tuple[str, Callable[[], str]]] = [
         ("cumla", _cumla),
@@ -100,15 +108,27 @@ def run(args: argparse.Namespace) -> int:
 def _asked_about(args: argparse.Namespace) -> Model | None:
     """Read the model that the arguments name."""
     given = [name for name in _OF_A_MODEL if getattr(args, name) is not None]
-    if given and args.vllm in (None, True):
+    server = _server(args)
+    config = server and getattr(args, server)
+    if given and config in (None, True):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise CumlaError(f"{names}: needs a model to ask about, got none; add --vllm CONFIG")
-    return None if args.vllm in (None, True) else _read(args)
+        raise CumlaError(
+            f"{names}: needs a model to ask about, got none; add --{server or 'vllm'} CONFIG"
+        )
+    if server == "sglang" and args.fp8_products:
+        raise CumlaError("--fp8-products: needs --vllm, got --sglang; leave it out")
+    return None if server is None or config in (None, True) else _read(args, server, config)
+
+
+def _server(args: argparse.Namespace) -> str | None:
+    """Return the server that is asked about, by its option."""
+    return next((name for name in _SERVERS if getattr(args, name) is not None), None)
 
 
 def _served(args: argparse.Namespace, model: Model | None) -> int:
-    """Print whether vLLM's plugin would serve a model."""
-    rows = [("cumla", _cumla()), ("GPUs", _answer("GPUs", _gpus, {})), *_vllm_rows(args, model)]
+    """Print whether the plugin of a server would serve a model."""
+    of_server = _vllm_rows if _server(args) == "vllm" else _sglang_rows
+    rows = [("cumla", _cumla()), ("GPUs", _answer("GPUs", _gpus, {})), *of_server(args, model)]
     for row in rows:
         _print(*row)
     return int(any(title == "served" and answer.startswith("no") for title, answer in rows))
@@ -253,44 +273,52 @@ def _vllm_rows(args: argparse.Namespace, model: Model | None) -> Iterator[tuple[
         yield "vLLM", answer
         if model is None:
             yield "with sparse MLA", _vllm_version(version, True)[0]
-        yield "plugin", _entry_point()
+        yield "plugin", _entry_point("vllm.general_plugins", "VLLM_PLUGINS")
     if model is not None:
         yield from _model_rows(args, model, reason)
 
 
 def _vllm_version(version: str, is_sparse: bool) -> tuple[str, str]:
     """Return how the plugin takes a version for such models, and why it refuses it."""
-    from cumla._serving import is_tested
     from cumla.vllm import _TESTED_SPARSE, TESTED
 
+    return _judged("vllm", version, _TESTED_SPARSE if is_sparse else TESTED, "CUSTOM")
+
+
+def _judged(
+    server: str, version: str, tested: tuple[tuple[int, ...], tuple[int, ...]], option: str
+) -> tuple[str, str]:
+    from cumla._serving import is_tested
+
     try:
-        known = is_tested("vllm", version, _TESTED_SPARSE if is_sparse else TESTED, "CUSTOM")
+        known = is_tested(server, version, tested, option)
     except RuntimeError as error:
         return f"{version}: refused", str(error)
     way = "tested" if known else "not tested; served if it has the interfaces, after a warning"
     return f"{version}: {way}", ""
 
 
-def _entry_point() -> str:
-    allowed = os.environ.get("VLLM_PLUGINS")
-    found = metadata.entry_points(group="vllm.general_plugins", name="cumla")
+def _entry_point(group: str, variable: str) -> str:
+    allowed = os.environ.get(variable)
+    found = metadata.entry_points(group=group, name="cumla")
     if not found:
         return "not found: install cumla into this environment"
     if allowed is not None and "cumla" not in allowed.split(","):
-        return f"not loaded: VLLM_PLUGINS is {allowed!r}; add cumla"
+        return f"not loaded: {variable} is {allowed!r}; add cumla"
     return "found"
 
 
-def _read(args: argparse.Namespace) -> Model:
+def _read(args: argparse.Namespace, server: str, config: str) -> Model:
     """Read the model; what is wrong with its file is a CumlaError."""
     from cumla.vllm._models import read_model
 
-    what = f"{args.vllm or '--vllm'}: needs the config.json of a model, got "
+    what = f"{config or f'--{server}'}: needs the config.json of a model, got "
     way = "`hf download MODEL config.json --local-dir FOLDER` fetches one"
-    if not args.vllm:
-        raise CumlaError(f"{what}an empty name; {way}, and --vllm FOLDER names it")
+    if not config:
+        raise CumlaError(f"{what}an empty name; {way}, and --{server} FOLDER names it")
+    asked = args.dtype or "auto", args.tensor_parallel_size or 1
     try:
-        return read_model(args.vllm, args.dtype or "auto", args.tensor_parallel_size or 1)
+        return read_model(config, *asked, _SERVERS[server])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CumlaError(f"{what}no such file; {way}") from error
     except IsADirectoryError as error:
@@ -304,12 +332,7 @@ def _read(args: argparse.Namespace) -> Model:
 def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator[tuple[str, str]]:
     cache = args.kv_cache_dtype or "auto"
     page = args.block_size or model.kernels.get_preferred_block_size(16)
-    heads = f"{model.num_heads} heads of {model.head_size}"
-    if not model.use_mla:
-        heads = f"{model.num_heads} heads over {model.num_kv_heads} of {model.head_size}"
-    sinks = ", sinks" if model.has_sink else ""
-    yield "model", f"{model.kind}, {'MLA' if model.use_mla else 'no MLA'}, {model.dtype}"
-    yield "each GPU", f"{heads}{sinks}; cache {cache}, pages of {page} tokens"
+    yield from _of_model(model, cache, page)
     reasons = [*([reason] if reason else []), *model.refusals(cache, args.block_size)]
     if not model.windows and not model.by_blocks:
         reasons.append("layers: needs attention, got none")
@@ -339,6 +362,55 @@ def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator
     yield from _beside(model, cache)
 
 
+def _of_model(model: Model, cache: str, page: int) -> Iterator[tuple[str, str]]:
+    heads = f"{model.num_heads} heads of {model.head_size}"
+    if not model.use_mla:
+        heads = f"{model.num_heads} heads over {model.num_kv_heads} of {model.head_size}"
+    sinks = ", sinks" if model.has_sink else ""
+    yield "model", f"{model.kind}, {'MLA' if model.use_mla else 'no MLA'}, {model.dtype}"
+    yield "each GPU", f"{heads}{sinks}; cache {cache}, pages of {page} tokens"
+
+
+def _sglang_rows(args: argparse.Namespace, model: Model | None) -> Iterator[tuple[str, str]]:
+    """Tell of SGLang, and of the model; the row `served` begins with yes or no."""
+    from cumla.sglang import TESTED
+    from cumla.sglang._models import refusals, ways
+
+    reason = ""
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        yield "SGLang", "not installed here: versions are not checked"
+    else:
+        answer, reason = _judged("sglang", version, TESTED, "cumla")
+        yield "SGLang", answer
+        yield "plugin", _entry_point("sglang.srt.plugins", "SGLANG_PLUGINS")
+    if model is None:
+        return
+    cache, page = args.kv_cache_dtype or "auto", args.block_size or 64
+    yield from _of_model(model, cache, page)
+    reasons = [*([reason] if reason else []), *refusals(model, cache)]
+    kernels: list[tuple[str, str]] = []
+    if not reasons:
+        try:
+            for window in model.windows:
+                kernels += _layer_rows(model, window, page, cache, False, "SGLang")
+        except ValueError as error:
+            reasons.append(str(error))
+    if reasons:
+        yield "served", "no, leave out --attention-backend cumla\n" + "\n".join(reasons)
+        return
+    more = [*ways(model, page), *(f"not tried: {what}" for what in model.untried)]
+    yield "served", "\n".join(["yes, with --attention-backend cumla", *more])
+    yield from kernels
+    if model.by_blocks:
+        ours = "block_attention, block_scores, select_blocks"
+        yield f"{model.by_blocks} layers", f"blocks that an indexer chooses\n{ours}"
+    if model.topk:
+        own = f"SGLang's own: it chooses pools of {model.pool} tokens"
+        yield "indexer", own if model.pool > 1 else "paged_mqa_logits, mqa_logits, top_k"
+
+
 def _beside(model: Model, cache: str) -> Iterator[tuple[str, str]]:
     """Return what else is served, and what is to be known about the cache."""
     from cumla.mla.shape import HEAD_DIM
@@ -366,12 +438,18 @@ def _beside(model: Model, cache: str) -> Iterator[tuple[str, str]]:
 
 
 def _layer_rows(
-    model: Model, window: int | None, page: int, cache: str, fp8_products: bool
+    model: Model,
+    window: int | None,
+    page: int,
+    cache: str,
+    fp8_products: bool,
+    server: str = "vLLM",
 ) -> Iterator[tuple[str, str]]:
     """Name the kernels that attend in the layers of a window, by steps."""
     from cumla._choices import E4M3, Layers
     from cumla.mla.shape import E4M3_512, V4, VALUE_DIM
     from cumla.mla.shape import PACKED as V32
+    from cumla.sglang._models import row_format
     from cumla.vllm._models import FP8, PACKED
 
     count = model.windows[window]
@@ -383,6 +461,8 @@ def _layer_rows(
         layers = layers._replace(topk=model.topk, cache_format=V32 if cache == PACKED else None)
         if cache in FP8 and model.head_size == VALUE_DIM:
             layers = layers._replace(cache_dtype=None, cache_format=E4M3_512)
+        if server == "SGLang" and row_format(model, cache) is not None:
+            layers = layers._replace(cache_dtype=None, cache_format=row_format(model, cache))
     elif model.use_mla:
         layers = layers._replace(fp8_products=fp8_products)
     else:
@@ -397,10 +477,11 @@ def _layer_rows(
     yield f"{count} layer{'s' * (count > 1)}", what
     gathered = layers._replace(cache_format=None).steps() if model.is_v4 else {}
     for step, names in layers.steps().items():
-        is_prefill = model.use_mla and not model.topk and step.startswith("prefill")
+        is_theirs = model.use_mla and not model.topk and server == "vLLM"
+        is_prefill = is_theirs and step.startswith("prefill")
         if model.is_v4 and step.startswith(("mixed", "prefill")):  # vLLM gathers rows of prefills
             names = [*(names if step.startswith("mixed") else ()), *gathered[step]]
         yield f"  {step}", "vLLM's own backend" if is_prefill else ", ".join(names)
     if model.topk and not model.is_v4:
-        own = "vLLM's own backend, where no prefill of the step is longer"
+        own = f"{server}'s own backend, where no prefill of the step is longer"
         yield f"  prefill up to {model.topk}", own

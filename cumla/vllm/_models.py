@@ -354,7 +354,9 @@ class Model(NamedTuple):
         return found if combined is None else [*found, f"--kv-cache-dtype: {combined}"]
 
 
-def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) -> Model:
+def read_model(
+    path: str, dtype: str = "auto", tensor_parallel_size: int = 1, server: str = "vLLM"
+) -> Model:
     """Read a config.json, or that of a folder; a ValueError or TypeError says what it lacks."""
     file = Path(path)
     if file.is_dir():
@@ -386,11 +388,13 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
         raise TypeError(f"sliding_window {width!r:.60}; write one number of tokens, or null")
     chunked = kinds.count("chunked_attention")
     refused = list(_refused(whole, config, kind))
+    if server == "vLLM":
+        refused += _refused_by_vllm(whole, config, kind)
     ranks = tensor_parallel_size
     if heads % ranks or (not use_mla and kv_heads % ranks and ranks % kv_heads):
         divided = f"{heads} heads" if use_mla else f"{heads} heads, {kv_heads} KV heads"
         refused.append(
-            f"--tensor-parallel-size: needs a divisor of {divided}, got {ranks}; vLLM "
+            f"--tensor-parallel-size: needs a divisor of {divided}, got {ranks}; {server} "
             f"needs one with any backend"
         )
     return Model(
@@ -410,7 +414,8 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
         (
             *_untried(whole, config, chunked),
             *["DeepSeek-V4 in vLLM's engine"] * is_v4,
-            *["layers that choose blocks, in vLLM's engine"] * bool(by_blocks),
+            *["layers that choose blocks, in vLLM's engine"]
+            * (bool(by_blocks) and server == "vLLM"),
         ),
         is_v4,
         _number(config, "index_kpool") if config.get("index_kpool") else 1,
@@ -432,8 +437,7 @@ def _number(config: dict[str, Any], *names: str) -> int:
         what = " or ".join(names)
         raise ValueError(
             f"none with {what}; write the number that transformers has by default, or, where the "
-            "model has no causal self-attention (Mamba, Whisper), leave out --attention-backend "
-            "CUSTOM"
+            "model has no causal self-attention (Mamba, Whisper), leave out --attention-backend"
         )
     if not isinstance(found, int) or found < 1:
         raise ValueError(f"{name} {found!r:.60}; write one number, that of transformers by default")
@@ -497,7 +501,7 @@ def _dtype(whole: dict[str, Any], config: dict[str, Any], asked: str) -> str:
     return "bfloat16" if stored == "float32" else str(stored)
 
 
-def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterator[str]:
+def _refused_by_vllm(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterator[str]:
     window = whole.get("rswa_window", _RSWA.get(str(whole.get("model_type"))))
     if window is not None:
         yield (
@@ -505,6 +509,17 @@ def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterat
             f"here of {window} tokens; pass "
             f"""--attention-config '{{"backend_per_kind": {{"full_attention": "CUSTOM"}}}}'"""
         )
+    if kind == "hy_v4":
+        count = _layers(config)
+        sparse = sum(each in _WITH_INDEXER for each in _each(config, "layer_types", count))
+        if sparse < count:
+            yield (
+                f"layer_types: needs sparse attention in all {count} layers, because CUSTOM is "
+                f"one class for all of them, got {sparse}"
+            )
+
+
+def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterator[str]:
     if kind in _WITH_ALIBI_BY_ROOTS:
         yield "alibi_sqrt: cumla's backend has no ALiBi by square roots of distances"
     if (
@@ -517,14 +532,6 @@ def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterat
     if "index_topk" in config and config.get("kv_lora_rank") not in (None, VALUE_DIM):
         need = f"needs {VALUE_DIM} with sparse MLA"
         yield f"kv_lora_rank: {need}, got {config['kv_lora_rank']}"
-    if kind == "hy_v4":
-        count = _layers(config)
-        sparse = sum(each in _WITH_INDEXER for each in _each(config, "layer_types", count))
-        if sparse < count:
-            yield (
-                f"layer_types: needs sparse attention in all {count} layers, because CUSTOM is "
-                f"one class for all of them, got {sparse}"
-            )
     is_compressed = kind == _V41 or not _COMPRESSED.isdisjoint(config)
     if is_compressed and kind != "deepseek_v4":
         yield f"layers: {kind} has compressed caches, which cumla reads for deepseek_v4 alone"

@@ -410,7 +410,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"num_attention_heads": 8}, "none with num_hidden_layers or n_layer or n_layers; write"),
     (  # Whisper, and Mamba
         {"model_type": "whisper", "encoder_attention_heads": 8, "num_hidden_layers": 6},
-        "no causal self-attention (Mamba, Whisper), leave out --attention-backend CUSTOM",
+        "no causal self-attention (Mamba, Whisper), leave out --attention-backend",
     ),
     ({"model_type": "mamba", "num_hidden_layers": 6}, "(Mamba, Whisper), leave out"),
     (LLAMA | {"model_type": [], "num_hidden_layers": {"a": 1}}, "num_hidden_layers {"),
