@@ -39,6 +39,15 @@ struct MaxLogitsTile : AnyTile {
   }
 };
 
+// Tiles whose loaders have L2 fetch rows ahead.
+template <typename AnyTile, int kAhead, bool kFour = false>
+struct FetchTile : AnyTile {
+  using Held = FetchTile;
+  static constexpr int kFetchAhead = kAhead;
+  static constexpr bool kFourWarps = kFour;
+  using AnyTile::AnyTile;
+};
+
 // kSharedBlocks: as in mla_decode. AnyTile: SelectedTile<kRowTile>, ValueTile of it, or MaxLogitsTile of either;
 // SelectedTile<kSwappedRows>; ListedTile of either number of rows.
 template <typename T, bool kSharedBlocks, typename AnyTile>
