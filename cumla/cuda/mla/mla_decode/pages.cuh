@@ -301,7 +301,7 @@ struct RowCopier : AheadOfList<AnyTile> {
     }
     const i64 latent = at.row < 0 ? -1 : offset_of(p.latent, at);
     if (lane >= kShare || latent < 0) return;
-    prefetch_bulk_l2(p.latent.base + latent, kRopeTile * 128);
+    prefetch_bulk_l2(p.latent.base + latent, (AnyTile::kHasRope && !p.rope_is_apart ? kTiles : kRopeTile) * 128);
   }
 
   // Prefetches this CTA's share of the block after next into L2. With ragged queries `ahead` may be at the next place
