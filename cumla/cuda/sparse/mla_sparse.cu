@@ -48,6 +48,14 @@ struct FetchTile : AnyTile {
   using AnyTile::AnyTile;
 };
 
+// With a ring of half blocks.
+template <typename AnyTile>
+struct RingTile : AnyTile {
+  using Held = RingTile;
+  static constexpr bool kRing = true;
+  using AnyTile::AnyTile;
+};
+
 // kSharedBlocks: as in mla_decode. AnyTile: SelectedTile<kRowTile>, ValueTile of it, or MaxLogitsTile of either;
 // SelectedTile<kSwappedRows>; ListedTile of either number of rows.
 template <typename T, bool kSharedBlocks, typename AnyTile>

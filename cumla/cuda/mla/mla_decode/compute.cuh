@@ -50,14 +50,14 @@ struct HeldRope<true> {
 // One consumer warpgroup. A lane's accumulators are of rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1
 // more of each eight. kCopied: threads copied the tiles, not TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && AnyTile::kOtherFirst>,
+struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && (AnyTile::kOtherFirst || AnyTile::kRing)>,
                   HeldRope<kHasHalf<AnyTile>> {
   // The tiles of a half of V share the barrier of the first one. With one row tile this would spill registers.
   static constexpr bool kByHalves = kCopied && kSharedBlocks && !kHasHalf<AnyTile>;
   static constexpr bool kOtherFirst = kSharedBlocks && AnyTile::kOtherFirst;
   static constexpr bool kHalves = kHasHalf<AnyTile>;
   static_assert(!kHalves || kSharedBlocks, "only the first block of a segment has none before it");
-  using Layout = SharedLayoutOf<AnyTile::kLatentTiles, kHalves>;
+  using Layout = LayoutOf<AnyTile>;
   static constexpr int kTiles = Layout::kTiles, kHalfTiles = Layout::kHalfTiles, kValueDim = Layout::kValueDim;
   static constexpr int kOutputs = kValueDim / 4;  // of a thread
   static constexpr int kHalfChunks = 8 * kHalfTiles;  // of 16 bytes, of a row's half of V
@@ -105,7 +105,9 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
 
   // Products with tiles of the query and of a block: mla/mla_decode/products.cuh.
   __device__ __forceinline__ void multiply_query(int t);
+  __device__ __forceinline__ void multiply_query_ring(int t);
   __device__ __forceinline__ void hold_query();
+  __device__ __forceinline__ void hold_last_tile(const Segment& segment);
   __device__ __forceinline__ u64 value_descriptor(int stage, int k) const;
   __device__ __forceinline__ void multiply_own(int stage);
   __device__ __forceinline__ void multiply_other(int stage);
@@ -192,7 +194,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   // scores exist already.
   template <bool kPrevious, bool kBefore = false>
   __device__ __forceinline__ void own_block(const Segment& segment, int i, int t, bool scored = false) {
-    const int stage = Layout::stage_of(t, consumer), previous = Layout::stage_of(t - 1, 1 - consumer);
+    const int stage = Layout::stage_of(t, consumer), previous = Layout::other_stage_of(t - 1, 1 - consumer);
     if constexpr (kHalves && kCopied) hold_rope(segment);  // for each block: there are no registers to keep it
     if constexpr (kBefore) {
       adopt(t - 1);
@@ -275,7 +277,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   // Multiplies a block of the other consumer by its probabilities.
   __device__ __forceinline__ void other_block(const Segment& segment, int i, int t) {
     adopt(t);
-    const int stage = Layout::stage_of(t, 1 - consumer);
+    const int stage = Layout::other_stage_of(t, 1 - consumer);
     const int last_token = (segment.begin + i + 1) * kBlockTokens;
     if constexpr (kHasTree<AnyTile>)
       clear_unseen_values(segment, stage, segment.begin + i);
@@ -305,6 +307,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     begin(segment);
     const int first = (consumer ^ t) & 1;  // first own block
     // Also with no block to score. Otherwise one query warp could run a segment ahead of the other.
+    if constexpr (AnyTile::kRing) hold_last_tile(segment);
     mbarrier_wait(shared.query_full(), query_phase, "the query");
     if constexpr (kOtherFirst) hold_query();
     if constexpr (kHalves && !kCopied) hold_rope(segment);

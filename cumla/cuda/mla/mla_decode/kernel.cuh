@@ -171,6 +171,14 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Layout
     if (parity == 1) rows.move(kHalfTiles * 128);
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
+      if constexpr (AnyTile::kRing) {
+        const int use = 2 * t + i, slot = Layout::slot_of(use);
+        mbarrier_wait(shared.free(slot, 0), Layout::phase_of_use(use) ^ 1, "a free KV slot");
+        rows.template copy_located<kHalfTiles>(shared.values(slot, 0));
+        mbarrier_arrive_after_copies(shared.full(slot, 0));
+        rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
+        continue;
+      }
       const int half = i ^ parity, column = half * kHalfTiles;
       mbarrier_wait(shared.free(at, half), phase ^ 1, "a free KV stage");
       rows.template copy_located<kHalfTiles>(stage + column * kTileBytes);
@@ -210,7 +218,7 @@ template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile = Til
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   using AnyConsumer = Consumer<T, kSharedBlocks, kForm == kRows, AnyTile>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  const SharedLayoutOf<AnyTile::kLatentTiles, kHasHalf<AnyTile>> shared(shared_address(shared_bytes));
+  const LayoutOf<AnyTile> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if constexpr (kHasHalf<AnyTile>) prefetch_places(p);
   begin_kernel<kForm, AnyTile>(p, shared, kRowWarps<kSharedBlocks, kForm, AnyTile>);

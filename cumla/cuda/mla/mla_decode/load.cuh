@@ -159,7 +159,7 @@ __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layou
     const char* rope = query_tile<kRopeTile>(p, kRopeTile, request, from.token, from.head) + chunk * 16;
     const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-    for (int k = 0; k < kRopeTile + (AnyTile::kHasRope && !kHasHalf<AnyTile>); ++k)
+    for (int k = 0; k < kRopeTile + (AnyTile::kHasRope && !kHasHalf<AnyTile>) - AnyTile::kRing; ++k)
       copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128,
                     valid && (k < kRopeTile || has_rope_chunk<AnyTile>(p, chunk)), policy);
   }

@@ -12,6 +12,7 @@ namespace cumla::mla {
 // scores = query x block t, asynchronously.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::multiply_query(int t) {
+  if constexpr (AnyTile::kRing) return multiply_query_ring(t);
   const int at = Layout::stage_of(t, consumer);
   const u32 stage = operand(shared.stage(at));
   const u32 phase = Layout::phase_of(t);
@@ -49,6 +50,53 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::mu
   warpgroup_commit();
 }
 
+// The same with the ring of half blocks. Order of tiles: the owner's half of V first, but tile 7, whose query is in
+// registers, last.
+template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
+__device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::multiply_query_ring(int t) {
+  const int first = Layout::slot_of(2 * t), second = Layout::slot_of(2 * t + 1);
+  const u32 halves[2] = {shared.values(first, 0), shared.values(second, 0)};
+  const u32 by_half[2] = {consumer ? halves[1] : halves[0], consumer ? halves[0] : halves[1]};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i == 0 || i == 3) {
+      mbarrier_wait(shared.full(i ? second : first, 0), Layout::phase_of_use(2 * t + (i != 0)), "KV tiles");
+      if constexpr (kCopied) fence_proxy_async_shared();
+    }
+    warpgroup_arrive();
+    const int later = i < 3 ? i + 4 : i < 7 ? i - 3 : 7;  // consumer 1
+    const int column = consumer ? later : i;
+    const u32 tile = (consumer ? by_half[later / 4] + later % 4 * kTileBytes : by_half[i / 4] + i % 4 * kTileBytes);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const u64 rows = descriptor_of_rows<128>(tile, k * 32);
+      if (i == 7)
+        wgmma_m64n64k16_async<T>(scores, this->query + 4 * k, rows, true);
+      else
+        wgmma_m64n64k16_async<T>(scores, descriptor_of_rows<128>(shared.query + column * kTileBytes, k * 32), rows,
+                                 i + k > 0);
+    }
+  }
+  warpgroup_commit();
+}
+
+// Loads the last tile of the query, which is not in shared memory.
+template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
+__device__ __forceinline__ void
+Consumer<T, kSharedBlocks, kCopied, AnyTile>::hold_last_tile(const Segment& segment) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool exists = row + 8 * r < tile.rows;
+    const Row from(p, tile, exists ? row + 8 * r : 0);
+    const char* const columns =
+        query_tile<AnyTile::kLatentTiles>(p, AnyTile::kLatentTiles - 1, segment.request, from.token, from.head) +
+        lane % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      this->query[2 * i + r] = exists ? *reinterpret_cast<const u32*>(columns + i * 16) : 0;
+  }
+}
+
 // Loads the tile of the query that is used first.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::hold_query() {
@@ -66,8 +114,7 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::ho
 
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 __device__ __forceinline__ u64 Consumer<T, kSharedBlocks, kCopied, AnyTile>::value_descriptor(int stage, int k) const {
-  return descriptor_of_rows<128, kTileBytes>(operand(shared.stage(stage)) + consumer * kHalfTiles * kTileBytes,
-                                             k * 2048);
+  return descriptor_of_rows<128, kTileBytes>(operand(shared.values(stage, consumer)), k * 2048);
 }
 
 // output += own probabilities x this consumer's half of V, asynchronously.

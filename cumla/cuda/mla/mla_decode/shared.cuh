@@ -38,6 +38,11 @@ struct SharedLayoutOf : Widths<kLatentTiles> {
   // Parity of the uses of that stage
   __device__ __forceinline__ static u32 phase_of(int t) { return (t / kStages) & 1; }
   __device__ __forceinline__ u32 stage(int s) const { return stages + s * kStageBytes; }
+  // The same of the half that the other consumer multiplies, and the half of V that a consumer multiplies.
+  __device__ __forceinline__ static int other_stage_of(int t, int owner) { return stage_of(t, owner); }
+  __device__ __forceinline__ u32 values(int s, int consumer) const {
+    return stage(s) + consumer * Own::kHalfTiles * kTileBytes;
+  }
   __device__ __forceinline__ u32 maximum(int owner, int row) const { return maxima + (owner * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 sum(int consumer, int row) const { return sums + (consumer * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 weight(int consumer, int row) const { return sum(2 + consumer, row); }
@@ -64,6 +69,39 @@ struct SharedLayoutOf : Widths<kLatentTiles> {
 };
 
 using SharedLayout = SharedLayoutOf<kRopeTile>;
+
+// Rows of 512 columns: a ring of five slots of 64 rows x 256 columns. Block t takes slots 2 t and 2 t + 1, first that of
+// its owner's half of V. Consumers have the last tile of the query in registers.
+struct RingLayout : SharedLayout {
+  static constexpr int kSlots = 5, kSlotBytes = kHalfTiles * kTileBytes;
+
+  __device__ __forceinline__ explicit RingLayout(u32 base) : SharedLayout(base) {
+    stages = query + (kRopeTile - 1) * kTileBytes;
+    probabilities = stages + kSlots * kSlotBytes;
+    maxima = probabilities + kTileBytes;
+    sums = maxima + 2 * kRowTile * 4;
+    barriers = sums + 4 * kRowTile * 4;
+  }
+  __device__ __forceinline__ static int slot_of(int n) { return static_cast<u32>(n) % kSlots; }
+  __device__ __forceinline__ static u32 phase_of_use(int n) { return (static_cast<u32>(n) / kSlots) & 1; }
+  __device__ __forceinline__ static int stage_of(int t, int) { return slot_of(2 * t); }
+  __device__ __forceinline__ static int other_stage_of(int t, int) { return slot_of(2 * t + 1); }
+  __device__ __forceinline__ static u32 phase_of(int t) { return phase_of_use(2 * t); }
+  __device__ __forceinline__ u32 values(int slot, int) const { return stages + slot * kSlotBytes; }
+  __device__ __forceinline__ u32 full(int slot, int) const { return barriers + slot * 8; }
+  __device__ __forceinline__ u32 free(int slot, int) const { return SharedLayout::free(0, 0) + slot * 8; }
+};
+
+template <typename AnyTile, bool kHalves, bool kRing = AnyTile::kRing>
+struct LayoutOfTile {
+  using Type = SharedLayoutOf<AnyTile::kLatentTiles, kHalves>;
+};
+template <typename AnyTile, bool kHalves>
+struct LayoutOfTile<AnyTile, kHalves, true> {
+  using Type = RingLayout;
+};
+template <typename AnyTile>
+using LayoutOf = typename LayoutOfTile<AnyTile, kHasHalf<AnyTile>>::Type;
 
 // One thread initialises all barriers, because the hardware serialises such stores. `first` and `second`: arrivals
 // for a tile of either half; `query`: for query rows.
