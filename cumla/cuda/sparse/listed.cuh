@@ -54,6 +54,13 @@ struct ListedTile : ListTile<kTileRows>, ReadsLists {
     else
       initialise_barriers(shared, row_warps);
   }
+  __device__ __forceinline__ static uint4 exist(const RingLayout& shared, int t) {
+    mbarrier_wait(shared.bits_full(t), shared.bits_phase(t), "the rows that exist");
+    float4 bits = {};
+    if (threadIdx.x % 32 == 0) bits = load_shared_float4(shared.bits(t));
+    return {__shfl_sync(0xffffffffu, __float_as_uint(bits.x), 0), __shfl_sync(0xffffffffu, __float_as_uint(bits.y), 0),
+            __shfl_sync(0xffffffffu, __float_as_uint(bits.z), 0), __shfl_sync(0xffffffffu, __float_as_uint(bits.w), 0)};
+  }
   // Block t's bits, 16 a word. The lane that arrives after the block's products loads, as racecheck needs.
   template <typename Layout>
   __device__ __forceinline__ static uint4 exist(const Layout& shared, int t) {

@@ -49,11 +49,15 @@ struct FetchTile : AnyTile {
 };
 
 // With a ring of half blocks.
-template <typename AnyTile>
+template <typename AnyTile, bool kEarly = false>
 struct RingTile : AnyTile {
   using Held = RingTile;
   static constexpr bool kRing = true;
   using AnyTile::AnyTile;
+  template <typename Params>
+  __device__ __forceinline__ static bool frees_early(const Params& p) {
+    return kEarly && gridDim.x == 1 && p.num_pages > kRowsInL2;
+  }
 };
 
 // kSharedBlocks: as in mla_decode. AnyTile: SelectedTile<kRowTile>, ValueTile of it, or MaxLogitsTile of either;

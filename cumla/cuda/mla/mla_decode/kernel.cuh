@@ -174,6 +174,12 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Layout
       if constexpr (AnyTile::kRing) {
         const int use = 2 * t + i, slot = Layout::slot_of(use);
         mbarrier_wait(shared.free(slot, 0), Layout::phase_of_use(use) ^ 1, "a free KV slot");
+        if constexpr (kReadsLists<AnyTile>) {
+          if (i == 0) {  // block t - 4 had this place
+            rows.store_exist(shared.bits(t) + warp * 4);
+            mbarrier_arrive(shared.bits_full(t));
+          }
+        }
         rows.template copy_located<kHalfTiles>(shared.values(slot, 0));
         mbarrier_arrive_after_copies(shared.full(slot, 0));
         rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
@@ -192,7 +198,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Layout
     // model: fetching_ahead
     if constexpr (AnyTile::kFetchAhead > 0)
       rows.fetch_ahead();
-    else if constexpr (Layout::kStages == 2 && !(AnyTile::kIsList && AnyTile::kHasRope))
+    else if constexpr (Layout::kStages == 2 && !(AnyTile::kIsList && AnyTile::kHasRope) && !kReadsLists<AnyTile>)
       rows.prefetch();
   }
   copy_async_wait_all();
@@ -217,6 +223,7 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const Layout& sha
 template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile = Tile>
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   using AnyConsumer = Consumer<T, kSharedBlocks, kForm == kRows, AnyTile>;
+  constexpr int kLoaderRegisters = AnyTile::kRing && kReadsLists<AnyTile> ? 72 : 56;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LayoutOf<AnyTile> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
@@ -228,13 +235,13 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   if constexpr (kForm != kPages || AnyTile::kIsRagged) {
     // Each role loads the part itself. Held in common, it would cost registers that neither role has.
     if (warpgroup == 0) {
-      registers_decrease<56>();
+      registers_decrease<kLoaderRegisters>();
       const Part part = part_of_cta(p, copy_of(blockIdx.y));
       if constexpr (kHasHalf<AnyTile>) cluster_wait();
       AnyTile tile(p);
       load<kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
     } else {
-      registers_increase<224>();
+      registers_increase<kLoaderRegisters == 56 ? 224 : 216>();
       const Part part = part_of_cta(p, blockIdx.y);
       if constexpr (kHasHalf<AnyTile>) cluster_wait();
       AnyTile tile(p);

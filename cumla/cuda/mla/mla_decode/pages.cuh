@@ -221,8 +221,7 @@ struct RowCopier : AheadOfList<AnyTile> {
 
   // Stores a bit for each of this warp's 32 rows, set if the row exists.
   __device__ __forceinline__ void store_exist(u32 to) const {
-    static_assert(kShare == 32);
-    const u32 bits = __ballot_sync(0xffffffffu, offset_of(p.latent, now) >= 0);
+    const u32 bits = __ballot_sync(0xffffffffu, lane < kShare && offset_of(p.latent, now) >= 0);
     if (lane == 0) store_shared_u32(to, bits);
     __syncwarp();
   }

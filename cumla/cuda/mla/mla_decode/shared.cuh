@@ -90,6 +90,11 @@ struct RingLayout : SharedLayout {
   __device__ __forceinline__ u32 values(int slot, int) const { return stages + slot * kSlotBytes; }
   __device__ __forceinline__ u32 full(int slot, int) const { return barriers + slot * 8; }
   __device__ __forceinline__ u32 free(int slot, int) const { return SharedLayout::free(0, 0) + slot * 8; }
+  // Of lists that the kernel reads, of block t: 16 bits a word, set if the row exists, and their barrier.
+  static constexpr int kBits = 4;  // blocks
+  __device__ __forceinline__ u32 bits(int t) const { return pacer(2 * kWarpgroup) + t % kBits * 16; }
+  __device__ __forceinline__ u32 bits_full(int t) const { return SharedLayout::full(1, t % kBits); }
+  __device__ __forceinline__ static u32 bits_phase(int t) { return t / kBits & 1; }
 };
 
 template <typename AnyTile, bool kHalves, bool kRing = AnyTile::kRing>
