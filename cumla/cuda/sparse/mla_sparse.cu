@@ -39,15 +39,6 @@ struct MaxLogitsTile : AnyTile {
   }
 };
 
-// Tiles whose loaders have L2 fetch rows ahead.
-template <typename AnyTile, int kAhead, bool kFour = false>
-struct FetchTile : AnyTile {
-  using Held = FetchTile;
-  static constexpr int kFetchAhead = kAhead;
-  static constexpr bool kFourWarps = kFour;
-  using AnyTile::AnyTile;
-};
-
 // With a ring of half blocks.
 template <typename AnyTile, bool kEarly = false>
 struct RingTile : AnyTile {

@@ -25,9 +25,8 @@ struct TileTraits {
   static constexpr bool kWideProducts = true;   // MLA: products of 256 columns, not of 128
   // MLA with shared blocks: consumer 0 multiplies the other consumer's block before it scores its own.
   static constexpr bool kOtherFirst = false;
-  static constexpr int kFetchAhead = 0;      // MLA, rows: blocks ahead that loaders have L2 fetch
-  static constexpr bool kRing = false;  // MLA, rows of 512 columns, shared blocks: a ring of five half blocks
-  static constexpr bool kFourWarps = false;  // MLA with one row tile, rows: four loading warps
+  // MLA of rows of 512 columns with shared blocks: half blocks in a ring (RingLayout).
+  static constexpr bool kRing = false;
   __device__ __forceinline__ static u32 kv_head() { return blockIdx.z; }
   // MLA: L2 policy of query rows and results.
   template <typename Params>

@@ -26,7 +26,7 @@ using namespace split;
 
 // Warps that copy KV rows. In compute-bound kernels two cannot keep up.
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
-constexpr int kRowWarps = kForm != kRows ? 0 : (kSharedBlocks && !kHasHalf<AnyTile>) || AnyTile::kFourWarps ? 4 : 2;
+constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks && !kHasHalf<AnyTile> ? 4 : 2;
 
 // Called by one thread. row_warps: warps that copy rows, 0 without kRows. With four, warps 2 and 3 also copy query
 // rows.
@@ -128,7 +128,6 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Lay
 #pragma unroll
       for (int k = 0; k < kHalfTiles; ++k) mbarrier_arrive_after_copies(shared.full(at, column + k));
     }
-    if constexpr (AnyTile::kFetchAhead > 0) rows.fetch_ahead();
   }
   copy_async_wait_all();
 }
@@ -136,7 +135,7 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Lay
 // One of four loading warps, for compute-bound kernels: each copies a quarter of the rows. Warps 2 and 3 also copy
 // the query rows of a request before its first block. Consumers issue the proxy fence (Consumer::multiply_query).
 // Each half of V has one barrier (Consumer::kByHalves).
-template <bool kByHalves, typename Layout, typename AnyTile>
+template <typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile,
                                           const Part& part, int last_place, int warp) {
   constexpr int kHalfTiles = Layout::kHalfTiles, kRopeTile = Layout::kRopeTile;
@@ -189,16 +188,10 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Layout
       mbarrier_wait(shared.free(at, half), phase ^ 1, "a free KV stage");
       rows.template copy_located<kHalfTiles>(stage + column * kTileBytes);
       mbarrier_arrive_after_copies(shared.full(at, column));
-      if constexpr (!kByHalves) {
-#pragma unroll
-        for (int k = 1; k < kHalfTiles; ++k) mbarrier_arrive_after_copies(shared.full(at, column + k));
-      }
       rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
     }
     // model: fetching_ahead
-    if constexpr (AnyTile::kFetchAhead > 0)
-      rows.fetch_ahead();
-    else if constexpr (Layout::kStages == 2 && !(AnyTile::kIsList && AnyTile::kHasRope) && !kReadsLists<AnyTile>)
+    if constexpr (Layout::kStages == 2 && !(AnyTile::kIsList && AnyTile::kHasRope) && !kReadsLists<AnyTile>)
       rows.prefetch();
   }
   copy_async_wait_all();
@@ -210,7 +203,7 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const Layout& sha
   const int warp = threadIdx.x / 32;
   constexpr int kRowers = kRowWarps<kSharedBlocks, kForm, AnyTile>;
   if constexpr (kRowers == 4)
-    load_rows<kSharedBlocks>(p, shared, tile, part, last_place, warp);
+    load_rows(p, shared, tile, part, last_place, warp);
   else if (warp < kRowers)
     load_kv_rows(p, shared, tile, part, last_place, warp);
   else if (warp >= 2)

@@ -289,20 +289,6 @@ struct RowCopier : AheadOfList<AnyTile> {
     for (int i = 0; i < kOwn; ++i) sources[i] += bytes;
   }
 
-  // Has L2 fetch the rows of the next block, or with kFetchAhead 2 of the block after next.
-  // model: fetching_ahead
-  __device__ __forceinline__ void fetch_ahead() const {
-    PageRow at = AnyTile::kFetchAhead == 1 ? next : later;
-    if constexpr (kReadsLists<AnyTile>) {
-      static_assert(AnyTile::kFetchAhead == 1);
-      if (next.row < 0) return;
-      at.page = AnyTile::row_of(p, this->found);
-    }
-    const i64 latent = at.row < 0 ? -1 : offset_of(p.latent, at);
-    if (lane >= kShare || latent < 0) return;
-    prefetch_bulk_l2(p.latent.base + latent, (AnyTile::kHasRope && !p.rope_is_apart ? kTiles : kRopeTile) * 128);
-  }
-
   // Prefetches this CTA's share of the block after next into L2. With ragged queries `ahead` may be at the next place
   // by then, so its tile gives the share; that can only cost time.
   // model: fetching_ahead

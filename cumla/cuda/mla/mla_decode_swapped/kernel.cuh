@@ -97,7 +97,6 @@ __device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, cons
     } else {
       if (threadIdx.x == 0) mbarrier_arrive(shared.begun(Layout::begun_of(t)));
     }
-    if constexpr (AnyTile::kFetchAhead > 0) rows.fetch_ahead();
   }
   copy_async_wait_all();
 }
