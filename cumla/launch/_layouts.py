@@ -364,6 +364,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kFewRows": 16,
     },
     "sparse/mla_sparse": {
+        "RingLayout(0).bits(0) + RingLayout::kBits * 16": 232224,
         "SharedLayout(0).max_logit(kRowTile)": 232416,
     },
     "sparse/mla_sparse_packed": {

@@ -13,7 +13,7 @@
 //                  pass its probabilities and running maximum to the other consumer
 // The block counter t continues over the requests of a part: block t belongs to consumer t % 2 and stage t % 2.
 //
-// Time line with several row tiles (kSharedBlocks, compute-bound; frees_early() may change the order):
+// Time line with several row tiles (kSharedBlocks, compute-bound):
 //   consumer 0 | S0=QK0 | softmax 0 | O+=P0V0 | S2=QK2, O+=P1V1 beside softmax 2 | O+=P2V2 | ...
 //   consumer 1 |          S1=QK1, O+=P0V0 beside softmax 1 | O+=P1V1 | S3=QK3, ...
 // The same with lists, whose loads take longer (kOtherFirst: consumer 0 frees its half of stage 1 earlier):

@@ -29,7 +29,7 @@ template <int kTileRows>
 struct ListedTile : ListTile<kTileRows>, ReadsLists {
   using Held = ListedTile;
   using Found = Lookup;
-  static constexpr bool kHasRope = false, kHasAbsent = true;
+  static constexpr bool kHasRope = false, kHasAbsent = true, kRing = kTileRows == kRowTile;
   using ListTile<kTileRows>::ListTile;
   const int* entries;
   const int* pages_of_list;  // of the list's request; null: entries are slots
@@ -54,23 +54,13 @@ struct ListedTile : ListTile<kTileRows>, ReadsLists {
     else
       initialise_barriers(shared, row_warps);
   }
+  // Block t's bits, 16 a word. The lane that arrives after the block's products loads, as racecheck needs.
   __device__ __forceinline__ static uint4 exist(const RingLayout& shared, int t) {
     mbarrier_wait(shared.bits_full(t), shared.bits_phase(t), "the rows that exist");
     float4 bits = {};
     if (threadIdx.x % 32 == 0) bits = load_shared_float4(shared.bits(t));
     return {__shfl_sync(0xffffffffu, __float_as_uint(bits.x), 0), __shfl_sync(0xffffffffu, __float_as_uint(bits.y), 0),
             __shfl_sync(0xffffffffu, __float_as_uint(bits.z), 0), __shfl_sync(0xffffffffu, __float_as_uint(bits.w), 0)};
-  }
-  // Block t's bits, 16 a word. The lane that arrives after the block's products loads, as racecheck needs.
-  template <typename Layout>
-  __device__ __forceinline__ static uint4 exist(const Layout& shared, int t) {
-    const int at = Layout::stage_of(t, t & 1);
-    mbarrier_wait(shared.full(at, kRopeTile), Layout::phase_of(t), "the rows that exist");
-    float2 bits = {};
-    if (threadIdx.x % 32 == 0) bits = load_shared_float2(shared.stage(at) + kRopeTile * kTileBytes);
-    const u32 low = __shfl_sync(0xffffffffu, __float_as_uint(bits.x), 0);
-    const u32 high = __shfl_sync(0xffffffffu, __float_as_uint(bits.y), 0);
-    return {low & 0xffff, low >> 16, high & 0xffff, high >> 16};
   }
 };
 

@@ -3,9 +3,10 @@
 // heads mla/mla_decode_swapped.cu, with single rows (kRows), and lists in place of pages (sparse/selected.cuh).
 //
 // Roles, time line, barriers, shared memory and registers: those files. Rows have 576 columns, or 512, which are all
-// values. Forms that read lists themselves (sparse/listed.cuh) use two barriers for bits of the rows that exist:
-// full(stage, RoPE tile) of mla_decode, at which the 64 copying threads arrive after they stored a block's bits, and
-// begun of mla_decode_swapped, at which a lane of each copying warp does (2). Forms with max_logits, which are those of
+// values. Those of more than 16 heads have a ring of five half blocks (RingLayout): of 28 barriers ten are full(slot), at which
+// the 128 copying threads arrive, and free(slot), 4. Forms that read lists themselves (sparse/listed.cuh) use barriers
+// for bits of the rows that exist: bits_full(block), four, at which 128 threads arrive after they stored a block's bits;
+// and begun of mla_decode_swapped, at which a lane of each copying warp does (2). Forms with max_logits, which are those of
 // mla_decode, take 256 B more shared memory, 232,416 B, and two more registers of a consumer's thread.
 #include "mla/mla_decode/kernel.cuh"
 #include "mla/mla_decode_swapped/kernel.cuh"
@@ -36,18 +37,6 @@ struct MaxLogitsTile : AnyTile {
     float* const max_logits = static_cast<const MlaSparseMaxLogitsParams&>(p).max_logits;
     max_logits[request * p.lse_stride_batch + to.head * p.lse_stride_head + to.token * p.lse_stride_token] =
         highest * kLn2;
-  }
-};
-
-// With a ring of half blocks.
-template <typename AnyTile, bool kEarly = false>
-struct RingTile : AnyTile {
-  using Held = RingTile;
-  static constexpr bool kRing = true;
-  using AnyTile::AnyTile;
-  template <typename Params>
-  __device__ __forceinline__ static bool frees_early(const Params& p) {
-    return kEarly && gridDim.x == 1 && p.num_pages > kRowsInL2;
   }
 };
 

@@ -60,18 +60,12 @@ struct SelectedTile : ListTile<kTileRows> {
   }
 };
 
-// The same for rows of 512 columns, which are all values.
+// The same for rows of 512 columns, which are all values. Swapped forms have a ring of their own.
 template <typename AnyTile>
 struct ValueTile : AnyTile {
   using Held = ValueTile;
-  static constexpr bool kHasRope = false, kOtherFirst = false;
+  static constexpr bool kHasRope = false, kOtherFirst = false, kRing = AnyTile::kMostRows == kRowTile;
   using AnyTile::AnyTile;
-
-  // For rows from DRAM without prefetches (docs/kernels/mla_sparse.md).
-  template <typename Params>
-  __device__ __forceinline__ static bool frees_early(const Params& p) {
-    return gridDim.x == 1 && p.num_pages > kRowsInL2;
-  }
 };
 
 template <int kTileRows>

@@ -31,9 +31,6 @@ struct TileTraits {
   // MLA: L2 policy of query rows and results.
   template <typename Params>
   __device__ __forceinline__ static ptx::AnyPolicy policy(const Params&) { return {}; }
-  // MLA with shared blocks: true if freeing a stage early is worth more than a fixed order of products.
-  template <typename Params>
-  __device__ __forceinline__ static bool frees_early(const Params&) { return false; }
 };
 
 // Row tile if all requests have q_len queries: grid = (row tiles of a kv head, parts, kv heads).

@@ -41,16 +41,17 @@ class Rules:
     fewest_pieces: int = 4
     # Row tiles of lists for each multiprocessor from which on the kernel whose thread blocks share
     # loads is faster: by the columns of a row, of up to 16 heads, then of more
-    # (sparse-16-bit-forms.json; lists of one cache share rows in L2, and then arithmetic binds).
+    # (sparse-16-bit-forms.json; lists of one cache share rows in L2, and then arithmetic binds). With
+    # more heads over 512 columns it always is: its ring has room for a half of a block more.
     many_narrow_tiles: tuple[float, float] = 5.0, 7.5
-    many_tiles: tuple[float, float] = 0.68, 4.0
+    many_tiles: tuple[float, float] = 0.68, 0.0
     # Thread blocks for each list in 16 bits and 16 of its heads, from which on few lists are split
     # by heads (sparse-16-bit-forms.json).
     fewest_swapped_pieces: int = 32
     # Lists of 512 columns in 16 bits for each multiprocessor up to which the kernel reads them
-    # itself: of the swapped kernel, then of one row tile (sparse-16-bit-forms.json). The swapped
-    # one gains with more lists, too, but blocks of absent rows take their full time.
-    most_read_lists: tuple[float, float] = 0.5, 0.25
+    # itself (sparse-16-bit-forms.json). It gains with more lists, too, but blocks of absent rows
+    # take their full time.
+    most_read_lists: float = 0.5
     # KV blocks that cutting a list of V4's rows must save: they take long.
     v4_saving: int = 3
     # Cost of a block of V4's rows in the choice of tiles of heads, in groups of 16 heads
@@ -80,18 +81,19 @@ def form_of(shape: MLASparseShape, columns: int) -> str:
         return "swapped"
     if tile_heads(shape) == SWAPPED_ROWS:
         return "swapped"
-    return "shared_blocks" if row_tiles > 1 or many else "one_tile"
+    has_ring = columns != HEAD_DIM
+    return "shared_blocks" if row_tiles > 1 or many or has_ring else "one_tile"
 
 
-def reads_lists(shape: MLASparseShape, form: str) -> bool:
+def reads_lists(shape: MLASparseShape) -> bool:
     """Tell whether a kernel of rows of 512 columns in 16 bits reads lists itself.
 
     Few lists take less time so, unless most entries are absent. Absent rows are part of blocks, so
     that batch-invariant lists would have other bits.
     """
     is_plain = not (shape.batch_invariant or shape.has_max_logits)
-    most = dict(zip(("swapped", "one_tile"), RULES.most_read_lists, strict=True)).get(form, 0)
-    return is_plain and shape.num_places <= most * shape.sm_count
+    few = shape.num_places <= RULES.most_read_lists * shape.sm_count
+    return is_plain and few and shape.num_heads <= ROW_TILE
 
 
 def tile_heads(shape: MLASparseShape) -> int:

@@ -96,17 +96,20 @@ def _swapped(dtype: str, columns: int) -> KernelSpec:
 
 
 def _listed(dtype: str, swapped: bool) -> KernelSpec:
-    """Describe the kernel of rows of 512 columns that reads lists itself."""
+    """Describe the kernel of rows of 512 columns that reads lists itself: of heads of one tile."""
     tile = "ListedTile<kSwappedRows>" if swapped else "ListedTile<kRowTile>"
     return KernelSpec.of(
-        *("sparse", "mla_sparse", "MlaSparseListsParams", dtype, False, tile),
+        *("sparse", "mla_sparse", "MlaSparseListsParams", dtype, not swapped, tile),
         tags=[dtype, "512", *["swapped"] * swapped, "lists"],
         threads=384,
-        smem_bytes=_LISTED_SMEM if swapped else SMEM_BYTES,
+        smem_bytes=_LISTED_SMEM[swapped],
     )
 
 
-_LISTED_SMEM = constant("mla/mla_decode_swapped", "SwappedLayoutOf<8, false>(0).exist(3, 2)")
+_LISTED_SMEM = (
+    constant("sparse/mla_sparse", "RingLayout(0).bits(0) + RingLayout::kBits * 16"),
+    constant("mla/mla_decode_swapped", "SwappedLayoutOf<8, false>(0).exist(3, 2)"),
+)
 
 
 _SWAPPED_SMEM = {
@@ -116,7 +119,11 @@ _SWAPPED_SMEM = {
 _SWAPPED = {(dtype, columns): _swapped(dtype, columns) for dtype in HALVES for columns in _TILES}
 _FLAGS = False, True
 _LISTED = {names: _listed(*names) for names in product(HALVES, _FLAGS)}
-_SPECS = {names: _made(*names) for names in product(HALVES, _TILES, _FLAGS, _FLAGS)}
+_SPECS = {
+    (dtype, columns, shared, has_max_logits): _made(dtype, columns, shared, has_max_logits)
+    for dtype, columns, shared, has_max_logits in product(HALVES, _TILES, _FLAGS, _FLAGS)
+    if shared or columns == HEAD_DIM
+}
 SPECS = (*_SPECS.values(), *_SWAPPED.values(), *_LISTED.values())
 
 
@@ -137,7 +144,7 @@ def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, .
 
 def _spec(key: MLASparseKey, columns: int) -> KernelSpec:
     form = form_of(key, columns)
-    if columns == VALUE_DIM and reads_lists(key, form):
+    if columns == VALUE_DIM and reads_lists(key):
         return _LISTED[key.dtype, form == "swapped"]
     if form == "swapped":
         return _SWAPPED[key.dtype, columns]

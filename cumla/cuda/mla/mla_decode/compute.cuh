@@ -50,8 +50,8 @@ struct HeldRope<true> {
 // One consumer warpgroup. A lane's accumulators are of rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1
 // more of each eight. kCopied: threads copied the tiles, not TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && (AnyTile::kOtherFirst || AnyTile::kRing)>,
-                  HeldRope<kHasHalf<AnyTile>> {
+struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>,
+                  HeldQuery<kSharedBlocks && (AnyTile::kOtherFirst || AnyTile::kRing)>, HeldRope<kHasHalf<AnyTile>> {
   // The tiles of a half of V share the barrier of the first one. With one row tile this would spill registers.
   static constexpr bool kByHalves = kCopied && kSharedBlocks && !kHasHalf<AnyTile>;
   static constexpr bool kOtherFirst = kSharedBlocks && AnyTile::kOtherFirst;
@@ -289,20 +289,6 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     arrive(shared.free(stage, consumer));
   }
 
-  // True if the other consumer's probabilities of block t - 1 arrive before block t. No bit of the result depends on
-  // it.
-  __device__ __forceinline__ bool other_comes_first(int t) const {
-    bool here = false, other = false;
-    while (!here && !other) {
-      const int column = tile_in_order<AnyTile::kLatentTiles>(consumer, 1);
-      here = mbarrier_test(shared.full(Layout::stage_of(t, consumer), column), Layout::phase_of(t));
-      if (!here) other = mbarrier_test(shared.probabilities_full(1 - consumer), ((t - 1) / 2) & 1);
-    }
-    // Warps vote, because each has looked for itself.
-    return consumer == 0 ? named_barrier_any<kConsumerBarrier, kWarpgroup>(other)
-                         : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(other);
-  }
-
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin(segment);
     const int first = (consumer ^ t) & 1;  // first own block
@@ -321,9 +307,6 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
       for (; i < segment.blocks; i += 2) {
         if (kOtherFirst && consumer == 0) {
           own_block<true, kOtherFirst>(segment, i, t + i);
-        } else if (tile.frees_early(p) && other_comes_first(t + i)) {
-          other_block(segment, i - 1, t + i - 1);
-          own_block<false>(segment, i, t + i);
         } else {
           own_block<true>(segment, i, t + i);
         }

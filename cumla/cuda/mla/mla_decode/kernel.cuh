@@ -112,10 +112,6 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Lay
       else
         rows.template copy<1, true>(p.rope, 0, {stage + kRopeTile * kTileBytes});
       mbarrier_arrive_after_copies(shared.full(at, kRopeTile));
-    } else if constexpr (kReadsLists<AnyTile>) {  // the block before had its bits until its first half was free
-      mbarrier_wait(shared.free(at, parity), phase ^ 1, "a free KV stage");
-      rows.store_exist(stage + kRopeTile * kTileBytes + warp * 4);
-      mbarrier_arrive(shared.full(at, kRopeTile));
     }
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
@@ -179,7 +175,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Layout
             mbarrier_arrive(shared.bits_full(t));
           }
         }
-        rows.template copy_located<kHalfTiles>(shared.values(slot, 0));
+        rows.template copy_located<kHalfTiles>(shared.slot(slot));
         mbarrier_arrive_after_copies(shared.full(slot, 0));
         rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
         continue;

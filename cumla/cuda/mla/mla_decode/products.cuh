@@ -55,7 +55,7 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::mu
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::multiply_query_ring(int t) {
   const int first = Layout::slot_of(2 * t), second = Layout::slot_of(2 * t + 1);
-  const u32 halves[2] = {shared.values(first, 0), shared.values(second, 0)};
+  const u32 halves[2] = {shared.slot(first), shared.slot(second)};
   const u32 by_half[2] = {consumer ? halves[1] : halves[0], consumer ? halves[0] : halves[1]};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -114,7 +114,9 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::ho
 
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 __device__ __forceinline__ u64 Consumer<T, kSharedBlocks, kCopied, AnyTile>::value_descriptor(int stage, int k) const {
-  return descriptor_of_rows<128, kTileBytes>(operand(shared.values(stage, consumer)), k * 2048);
+  if constexpr (AnyTile::kRing) return descriptor_of_rows<128, kTileBytes>(shared.slot(stage), k * 2048);
+  return descriptor_of_rows<128, kTileBytes>(operand(shared.stage(stage)) + consumer * kHalfTiles * kTileBytes,
+                                             k * 2048);
 }
 
 // output += own probabilities x this consumer's half of V, asynchronously.

@@ -38,11 +38,8 @@ struct SharedLayoutOf : Widths<kLatentTiles> {
   // Parity of the uses of that stage
   __device__ __forceinline__ static u32 phase_of(int t) { return (t / kStages) & 1; }
   __device__ __forceinline__ u32 stage(int s) const { return stages + s * kStageBytes; }
-  // The same of the half that the other consumer multiplies, and the half of V that a consumer multiplies.
+  // The same of the half that the other consumer multiplies
   __device__ __forceinline__ static int other_stage_of(int t, int owner) { return stage_of(t, owner); }
-  __device__ __forceinline__ u32 values(int s, int consumer) const {
-    return stage(s) + consumer * Own::kHalfTiles * kTileBytes;
-  }
   __device__ __forceinline__ u32 maximum(int owner, int row) const { return maxima + (owner * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 sum(int consumer, int row) const { return sums + (consumer * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 weight(int consumer, int row) const { return sum(2 + consumer, row); }
@@ -87,7 +84,7 @@ struct RingLayout : SharedLayout {
   __device__ __forceinline__ static int stage_of(int t, int) { return slot_of(2 * t); }
   __device__ __forceinline__ static int other_stage_of(int t, int) { return slot_of(2 * t + 1); }
   __device__ __forceinline__ static u32 phase_of(int t) { return phase_of_use(2 * t); }
-  __device__ __forceinline__ u32 values(int slot, int) const { return stages + slot * kSlotBytes; }
+  __device__ __forceinline__ u32 slot(int s) const { return stages + s * kSlotBytes; }
   __device__ __forceinline__ u32 full(int slot, int) const { return barriers + slot * 8; }
   __device__ __forceinline__ u32 free(int slot, int) const { return SharedLayout::free(0, 0) + slot * 8; }
   // Of lists that the kernel reads, of block t: 16 bits a word, set if the row exists, and their barrier.

@@ -12,7 +12,8 @@ namespace cumla::mla {
 // Rows past the end of the request may hold NaN. Their probabilities are 0, but 0 x NaN is NaN.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::clear_values_past(int stage, int valid) {
-  const u32 half = shared.values(stage, consumer);
+  u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
+  if constexpr (AnyTile::kRing) half = shared.slot(stage);
   for (int i = valid * kHalfChunks + threadIdx.x % kWarpgroup; i < kBlockTokens * kHalfChunks; i += kWarpgroup)
     store_shared_zero_16(half + (i % kHalfChunks / 8) * kTileBytes + (i / kHalfChunks) * 128 + (i % 8) * 16);
   fence_proxy_async_shared();
@@ -25,7 +26,7 @@ __device__ __forceinline__ void
 Consumer<T, kSharedBlocks, kCopied, AnyTile>::clear_values_before(int stage, int block) {
   const int hidden = min(tile.first_seen - block * kBlockTokens, kBlockTokens);
   if (hidden <= 0) return;
-  const u32 half = shared.values(stage, consumer);
+  const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
   for (int i = threadIdx.x % kWarpgroup; i < hidden * kHalfChunks; i += kWarpgroup)
     store_shared_zero_16(half + (i % kHalfChunks / 8) * kTileBytes + (i / kHalfChunks) * 128 + (i % 8) * 16);
   fence_proxy_async_shared();
@@ -76,7 +77,7 @@ Consumer<T, kSharedBlocks, kCopied, AnyTile>::clear_unseen_values(const Segment&
 #pragma unroll 1
   for (int own = tile.own_token(p, 0); own <= last_own; ++own)
     seen |= tile.visible_keys(p, segment, own, begin);
-  const u32 half = shared.values(stage, consumer);
+  const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
 #pragma unroll 1
   for (int i = threadIdx.x % kWarpgroup; i < kBlockTokens * kHalfChunks; i += kWarpgroup)
     if (!(seen >> (i / kHalfChunks) & 1))
