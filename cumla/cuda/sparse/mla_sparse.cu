@@ -3,10 +3,12 @@
 // heads mla/mla_decode_swapped.cu, with single rows (kRows), and lists in place of pages (sparse/selected.cuh).
 //
 // Roles, time line, barriers, shared memory and registers: those files. Rows have 576 columns, or 512, which are all
-// values. Those of more than 16 heads have a ring of five half blocks (RingLayout): of 28 barriers ten are full(slot), at which
-// the 128 copying threads arrive, and free(slot), 4. Forms that read lists themselves (sparse/listed.cuh) use barriers
-// for bits of the rows that exist: bits_full(block), four, at which 128 threads arrive after they stored a block's bits;
-// and begun of mla_decode_swapped, at which a lane of each copying warp does (2). Forms with max_logits, which are those of
+// values. Over 512 columns more than 16 heads have a ring of five half blocks (RingLayout) in the place of two stages:
+// barriers full(slot), at which the 128 copying threads arrive, and free(slot), at which a lane per warp of a consumer
+// does (4). Forms that read lists themselves (sparse/listed.cuh) use barriers for bits of the rows that exist: four
+// bits_full of the ring, at which the 128 copying threads arrive after they stored a block's bits, and begun of
+// mla_decode_swapped, at which a lane of each copying warp does (2). With the ring they take 64 B more shared memory,
+// 232,224 B, and a loader's thread has 72 registers, a consumer's 216. Forms with max_logits, which are those of
 // mla_decode, take 256 B more shared memory, 232,416 B, and two more registers of a consumer's thread.
 #include "mla/mla_decode/kernel.cuh"
 #include "mla/mla_decode_swapped/kernel.cuh"

@@ -41,8 +41,8 @@ class Rules:
     fewest_pieces: int = 4
     # Row tiles of lists for each multiprocessor from which on the kernel whose thread blocks share
     # loads is faster: by the columns of a row, of up to 16 heads, then of more
-    # (sparse-16-bit-forms.json; lists of one cache share rows in L2, and then arithmetic binds). With
-    # more heads over 512 columns it always is: its ring has room for a half of a block more.
+    # (sparse-16-bit-forms.json; lists of one cache share rows in L2, and then arithmetic binds).
+    # With more heads over 512 columns it always is: its ring has room for half a block more.
     many_narrow_tiles: tuple[float, float] = 5.0, 7.5
     many_tiles: tuple[float, float] = 0.68, 0.0
     # Thread blocks for each list in 16 bits and 16 of its heads, from which on few lists are split

@@ -1257,7 +1257,8 @@ def attend_v4(cupy: Any, case: V4Case) -> None:
 def attend_with_max_logits(cupy: Any, case: SparseCase, *, is_large: bool = False) -> None:
     """As FlashMLA's prefill does; all but max_logits has the bits of the kernel without them.
 
-    Not for lists of few heads, whose kernel without them has other bits.
+    Not for lists of few heads, whose kernel without them has other bits. Those of up to 64 heads
+    over 512 columns may be read by the kernel, and are then compared with the reference.
     """
     problem = make_v4(np, case) if isinstance(case, V4Case) else make_sparse(np, case)
     if is_large:
@@ -1273,10 +1274,18 @@ def attend_with_max_logits(cupy: Any, case: SparseCase, *, is_large: bool = Fals
     np.testing.assert_allclose(max_logits.get(), wanted, rtol=2.01 / 65536, atol=1e-6)
     without = cumla.mla_sparse_attention(**given)
     problem.check(typed(without.out.view(np.uint16).get(), case.dtype), without.lse.get())
-    assert without.out.get().tobytes() == out.get().tobytes()
+    has_same_bits = case.heads > 64 or not isinstance(case, V4Case)
+    if has_same_bits:
+        assert without.out.get().tobytes() == out.get().tobytes()
+    else:
+        problem.check(typed(out.view(np.uint16).get(), case.dtype), without.lse.get())
     given.pop("sinks", None)
     want = cumla.mla_sparse_attention(**given).lse.get()
-    np.testing.assert_array_equal(np.where(lse.get() == np.inf, -np.inf, lse.get()), want)
+    got = np.where(lse.get() == np.inf, -np.inf, lse.get())
+    if has_same_bits:
+        np.testing.assert_array_equal(got, want)
+    else:
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def with_gaps(cupy: Any, cache: Any) -> Any:

@@ -67,8 +67,8 @@ struct SharedLayoutOf : Widths<kLatentTiles> {
 
 using SharedLayout = SharedLayoutOf<kRopeTile>;
 
-// Rows of 512 columns: a ring of five slots of 64 rows x 256 columns. Block t takes slots 2 t and 2 t + 1, first that of
-// its owner's half of V. Consumers have the last tile of the query in registers.
+// Rows of 512 columns: a ring of five slots of 64 rows x 256 columns. Block t takes slots 2 t and 2 t + 1, the first of
+// them for its owner's half of V. Consumers have the last tile of the query in registers.
 struct RingLayout : SharedLayout {
   static constexpr int kSlots = 5, kSlotBytes = kHalfTiles * kTileBytes;
 
