@@ -253,7 +253,8 @@ struct SwappedConsumer {
       rescale(next);
       exponentiate();
       store_probabilities();
-      if (!AnyTile::kHasAbsent && last_token > segment.tokens) clear_values_past(kBlockTokens + segment.tokens - last_token);
+      if (!AnyTile::kHasAbsent && last_token > segment.tokens)
+        clear_values_past(kBlockTokens + segment.tokens - last_token);
       consumer_sync(consumer);
       multiply_values();
       place.advance(2 * kTiles);
