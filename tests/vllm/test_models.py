@@ -131,7 +131,8 @@ def test_dense_layers_beside_sparse_ones_are_refused(info: Any, dense: int) -> N
 
 
 def test_rows_without_rope_and_an_indexer_of_pools(info: Any) -> None:
-    for cache, kernel in (X
+    ring = "mla_sparse_bfloat16_512_shared_blocks"
+    for cache, kernel in (("auto", ring), ("fp8", "mla_sparse_packed_e4m3")):
         code, text = info(GLM53, "--kv-cache-dtype", cache)
         found = rows(text)
         assert code == 0
