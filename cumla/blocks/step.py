@@ -69,12 +69,15 @@ class _Seen(NamedTuple):
     tokens: Tokens
     most: int  # tokens that the pages of the index hold
     block_size: int
+    open_block: bool = False
 
 
 class _SeenBy(Unplanned[_Seen]):
     """Finds the request and the visible tokens of each query token, and its visible blocks."""
 
-    def arguments(self, views: Views, options: tuple[Tokens, int, int]) -> _Seen:
+    def arguments(
+        self, views: Views, options: tuple[Tokens, int, int] | tuple[Tokens, int, int, bool]
+    ) -> _Seen:
         kv_lens = views["kv_lens"]
         assert kv_lens is not None
         return _Seen(kv_lens, views.get("qo_indptr"), *options)
@@ -87,16 +90,17 @@ class _SeenBy(Unplanned[_Seen]):
         a, (rows, visible) = arguments, outs
         if not a.tokens.tokens:
             return ()
-        where = Visible(visible.ptr, a.most, a.block_size)
+        where = Visible(visible.ptr, *a[3:])
         return (block_rows_launch(a.tokens, rows.ptr, a.qo_indptr, a.kv_lens, where),)
 
     def reference(self, host: Host, arguments: _Seen) -> Results:
-        (tokens, _, causal), most, block_size = arguments[2:]
+        (tokens, _, causal), most, block_size, open_block = arguments[2:]
         seen = tokens_seen(tokens, host["kv_lens"], host.get("qo_indptr"), MOST_TOKENS, causal)
         rows = host.get("rows", np.empty((tokens, _ROW), np.int32))
         rows[...] = np.array([(*of, 0, 0) for of in seen], np.int32).reshape(tokens, _ROW)
         visible = host.get("visible", np.empty(tokens, np.int32))
-        visible[...] = -(-np.minimum(rows[:, 1], most) // block_size)
+        ends = rows[:, 1] + (block_size - (not open_block))
+        visible[...] = np.minimum(ends, most) // block_size
         return rows, visible
 
 
@@ -190,7 +194,7 @@ SEEN, SCORES = _SeenBy(), _Scores()
 class BlockSparseStep(Step):
     """Scores, choice and attention of a step with block-sparse attention, for all its layers.
 
-    The step of MiniMax M3 and of Step 5: in each layer the indexer scores the blocks that a query
+    The step of MiniMax M3, QSA and Step 5: in each layer the indexer scores the blocks that a query
     token sees, the best `topk` are chosen, forced ones among them, and attention reads these alone.
     ``update`` finds once per step what query tokens see, from lengths on the device; ``select``
     scores and chooses for one layer, and ``run`` attends. Layers that share a choice call ``run``
@@ -219,6 +223,10 @@ class BlockSparseStep(Step):
         As for :func:`cumla.block_scores`; the groups are num_kv_heads, or 1 that chooses for all.
     init_blocks, local_blocks : int
         Forced blocks, as in :func:`cumla.select_blocks`.
+    open_block : bool
+        Visible are the blocks that a query token sees whole, and the one after them, even if it
+        sees no token of that: QSA's rule, with ``local_blocks=1``. Needs ``max_pages`` with room
+        for one more token. By default visible are the blocks of which it sees a token.
     num_kv_heads, head_dim_v, q_len, dtype, cache_dtype, causal, batch_invariant : optional
         As for :class:`cumla.BlockSparsePlan`.
     device, stream : optional
@@ -280,6 +288,7 @@ class BlockSparseStep(Step):
         stride: int = 1,
         init_blocks: int = 0,
         local_blocks: int = 0,
+        open_block: bool = False,
         num_kv_heads: int | None = None,
         head_dim_v: int | None = None,
         q_len: int | None = None,
@@ -299,7 +308,7 @@ class BlockSparseStep(Step):
         sums = num_groups, checked_activation("activation", activation), stride
         sizes = _checked_sizes(numbers, kv_heads, index_heads, pages, forced, sums)
         self._sizes, self._topk = sizes._replace(causal=bool(causal)), int(topk)
-        self._forced = forced
+        self._forced, self._open_block = forced, bool(open_block)
         self._index = dtype_name(dtype if index_dtype is None else index_dtype), index_dim
         arrays = _arrays(sizes, self._topk)
         attend: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim_v": head_dim_v}
@@ -347,6 +356,7 @@ class BlockSparseStep(Step):
         stride: int = 1,
         init_blocks: int = 0,
         local_blocks: int = 0,
+        open_block: bool = False,
         qo_indptr: Any = None,
         kv_layout: str = "NHD",
         causal: bool = True,
@@ -364,8 +374,8 @@ class BlockSparseStep(Step):
             As in :func:`cumla.block_sparse_attention`.
         index_q, index_keys, block_table
             As q, keys and block_table of :func:`cumla.block_scores`.
-        topk, block_size, num_groups, activation, stride, init_blocks, local_blocks, workspace, \
-stream
+        topk, block_size, num_groups, activation, stride, init_blocks, local_blocks, open_block, \
+workspace, stream
             As for the class.
         """
         topk = checked_int("topk", topk, "there is nothing to select")
@@ -408,6 +418,7 @@ stream
                 stride=stride,
                 init_blocks=init_blocks,
                 local_blocks=local_blocks,
+                open_block=open_block,
                 causal=causal,
                 batch_invariant=batch_invariant,
                 workspace=workspace,
@@ -493,7 +504,8 @@ stream
         if qo_indptr is not None:
             inputs["qo_indptr"] = qo_indptr
         key, sizes = self._plan.key, self._sizes
-        of = key.query_tokens, sizes.max_pages * sizes.page_size, sizes.block_size
+        most = sizes.max_pages * sizes.page_size
+        of = key.query_tokens, most, sizes.block_size, self._open_block
         outputs = {name: self._own[name] for name in ("rows", "visible")}
         rows, visible = run(SEEN, inputs, outputs, of, stream)
         self._sizes = sizes._replace(is_even=qo_indptr is None)

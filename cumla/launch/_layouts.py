@@ -969,6 +969,8 @@ STRUCTS: dict[str, dict[str, str]] = {
         "causal": "i",
         "most": "i",
         "block_size": "i",
+        "rounding": "i",
+        "padding_92": "4x",
     },
     "BlockScoresFewParams": {
         "kv_lens": "q",

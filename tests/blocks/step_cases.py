@@ -30,6 +30,7 @@ class Case:
     activation: str = "none"
     stride: int = 1
     has_weights: bool = False
+    open_block: bool = False
 
     SIZES: ClassVar = (
         *("batch", "total_tokens", "num_heads", "head_dim", "topk", "block_size", "max_pages"),
@@ -78,7 +79,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"topk": TOPK, **self.scored, **self.forced}
+        return {"topk": TOPK, **self.scored, **self.forced, "open_block": self.open_block}
 
     def numbers(self) -> dict[str, Any]:
         """What the class takes in the place of arrays."""
@@ -126,20 +127,28 @@ class Case:
         arrays = {name: given[name] for name in names if name in given}
         return cumla.block_scores(given["index_q"], given["index_keys"], **self.scored, **arrays)
 
+    def visible(self, given: dict[str, Any]) -> np.ndarray:
+        """Blocks that query tokens see; NumPy arrays."""
+        most, tokens = MAX_PAGES * PAGE, int(np.prod(self.lead))
+        lengths = given["kv_lens"], given.get("qo_indptr"), most, self.causal
+        seen = np.array([n for _, n in tokens_seen(tokens, *lengths)], np.int32)
+        if self.open_block:
+            return np.minimum(seen // self.block_size + 1, most // self.block_size)
+        return -(-seen // self.block_size)
+
     def expected(self, given: dict[str, Any]) -> tuple[Any, ...]:
         """Lists, out and lse, by the three functions."""
         scores = self.scores(given)
-        lengths = given["kv_lens"], given.get("qo_indptr"), MAX_PAGES * PAGE, self.causal
-        seen = np.array([n for _, n in tokens_seen(len(scores), *lengths)], np.int32)
-        visible = -(-seen // self.block_size)
+        visible = self.visible(given)
         lists = cumla.select_blocks(scores, TOPK, visible=visible, **self.forced)
         return lists, *self.attend(given, lists)
 
 
 STEP_5 = Case(block_size=8, stride=8, index_heads=8, num_groups=2, activation="relu")
+QSA = replace(STEP_5, block_size=4, stride=4, index_heads=4, num_groups=1, open_block=True)
 SUMS = (
     *(replace(STEP_5, q_len=q_len, index_dim=128, has_weights=True) for q_len in (1, 0)),
     *(replace(STEP_5, q_len=q_len, has_weights=True) for q_len in (0, 3)),
-    Case(q_len=2, block_size=4, stride=4, index_heads=4, num_groups=1, activation="relu"),
+    replace(QSA, q_len=2),
     Case(index_heads=4, num_groups=1, has_weights=True),
 )

@@ -158,7 +158,7 @@ def test_arguments_are_those_of_the_functions() -> None:
     assert names(step.run) == {lists.get(n, n) for n in listed(attend) - lengths - of_plan - chosen}
     assert names(step.update) == names(plan.update)
     own = {"max_pages", "page_size", "index_heads", "num_groups", "stride"}
-    forced = {"init_blocks", "local_blocks"}
+    forced = {"init_blocks", "local_blocks", "open_block"}
     assert names(step) == names(plan) | own | forced | {"index_dim", "index_dtype", "activation"}
     assert names(step.workspace_bytes) == names(plan.workspace_bytes) | own
 

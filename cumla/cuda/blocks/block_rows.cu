@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finds the request of each query token, its cached tokens, and how many of them the query token does not see; and,
-// if asked for, how many blocks it sees some of.
+// if asked for, how many blocks it sees some of; or those that it sees whole, and the one after them.
 //
 // grid = (tokens / 128), 128 threads, each of which has a token.
 //
@@ -29,6 +29,7 @@ struct BlockRowsParams {
   int causal;
   int most;  // tokens that the pages of a request hold
   int block_size;
+  int rounding;  // tokens of visible blocks beyond those seen: block_size - 1, or block_size, rounded down
 };
 
 constexpr int kBlockRowThreads = 128;
@@ -67,7 +68,8 @@ __device__ __forceinline__ void block_rows(const BlockRowsParams& p) {
   }
   p.rows[token] = row;
   if (p.visible != nullptr)
-    p.visible[token] = static_cast<int>((static_cast<u32>(row.seen(p.most)) + p.block_size - 1) / p.block_size);
+    p.visible[token] =
+        static_cast<int>(min(static_cast<u32>(row.seen(p.most)) + p.rounding, static_cast<u32>(p.most)) / p.block_size);
 }
 
 }  // namespace cumla::blocks

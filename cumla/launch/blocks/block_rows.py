@@ -31,8 +31,9 @@ class Visible(NamedTuple):
     """The destination of the number of blocks that each query token sees."""
 
     address: int = 0  # 0: nowhere
-    most: int = 0  # tokens that the pages of a request hold
+    most: int = 0  # tokens that the pages of a request hold, in whole blocks
     block_size: int = 1
+    open_block: bool = False  # the one after the whole blocks counts, if the pages have it
 
 
 _NOWHERE = Visible()
@@ -60,6 +61,7 @@ def block_rows_launch(
         "causal": of.causal,
         "most": visible.most,
         "block_size": visible.block_size,
+        "rounding": visible.block_size - (not visible.open_block),
     }
     return launch_of(SPECS[0], (-(-of.tokens // _THREADS), 1, 1), values)
 

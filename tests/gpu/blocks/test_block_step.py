@@ -39,14 +39,6 @@ def parts(case: Case, there: dict[str, Any], visible: Any) -> tuple[Any, ...]:
     return lists, *case.attend(there, lists)
 
 
-def visible_of(case: Case, host: dict[str, Any], lens: np.ndarray) -> np.ndarray:
-    from cumla.reference.blocks.rows import tokens_seen
-
-    tokens = int(np.prod(case.lead))
-    seen = [n for _, n in tokens_seen(tokens, lens, host.get("qo_indptr"), 256, case.causal)]
-    return -(-np.array(seen, np.int32) // case.block_size)
-
-
 def same(got: Any, want: Any) -> None:
     for one, other in zip(got, want, strict=True):
         assert one.get().tobytes() == other.get().tobytes()
@@ -58,7 +50,7 @@ def test_the_step_is_its_three_parts(case: Case) -> None:
     step = case.step(there)
     for lens in (case.lens, case.lens + 1, np.maximum(case.lens - 31, 0)):
         there["kv_lens"] = cp.asarray(lens)
-        want = parts(case, there, visible_of(case, host, lens))
+        want = parts(case, there, case.visible(host | {"kv_lens": lens}))
         case.update(step, there)
         for _ in range(2):
             case.select(step, there)
@@ -97,6 +89,6 @@ def test_graphs(case: Case) -> None:
             there["kv_lens"].set(lens)
             graph.launch(stream)
         stream.synchronize()
-        want = parts(case, there, visible_of(case, host, lens))
+        want = parts(case, there, case.visible(host | {"kv_lens": lens}))
         same(outs[0], want[1:])
         same(outs[1], case.attend(other, want[0]))
