@@ -774,7 +774,7 @@ OPERATIONS = {
         cumla.select_blocks,
         chosen_blocks,
         lambda: {"out": aligned((3, 2, 5), np.int32)},
-        ("select_blocks_float32_1024",),
+        ("select_blocks_float32_256",),
         integers=("visible",),
         empty=(("scores", "visible"),),
     ),

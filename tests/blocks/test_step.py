@@ -304,7 +304,7 @@ def test_a_captured_step_allocates_nothing(
     scores |= dict.fromkeys(SUMS[2:], "sums_float16_64")
     assert launched[2:5] == [
         f"block_scores_{scores.get(case, 'float16_64')}",
-        "select_blocks_float32_1024",
+        "select_blocks_float32_256",
         "block_attention_gathered_float16_128x2",
     ]
     for _ in range(2):

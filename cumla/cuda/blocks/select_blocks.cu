@@ -4,11 +4,11 @@
 // The first init_blocks and the last local_blocks of the visible blocks are forced. The others are candidates. A row of
 // few candidates is selected at once, of more by sparse/top_k, with a launch before and one after it.
 //
-// few candidates: grid = (rows), 128 or 512 threads. A CTA has a row, and a thread eight of its candidates: a warp with
-// more of them would have longer code, and code that runs for the first time is slow.
+// few candidates: grid = (rows), 32, 128 or 512 threads. A CTA has a row, and a thread eight of its candidates: a warp
+// with more of them would have longer code, and code that runs for the first time is slow.
 //   all      load scores, and how many blocks are visible | B | the largest key, B | the k-th largest key, a bit at a
 //            time: count, B, add up
-//            | count what is selected | B | store
+//            | count what is selected | B | store. A warp alone needs only the first B
 // around top_k: grid = (rows / 4), 128 threads. A warp has a row.
 //   before   store begin and number of candidates
 //   after    store the forced first blocks, the selected ones, the forced last ones, and -1
@@ -148,6 +148,7 @@ struct KeysOfRow {
   __device__ __forceinline__ static int sum(int value, int* sums) {
     const int lane = threadIdx.x % 32;
     value = __reduce_add_sync(0xffffffffu, value);
+    if constexpr (kWarps == 1) return value;
     if (lane == 0) sums[threadIdx.x / 32] = value;
     __syncthreads();
     return __reduce_add_sync(0xffffffffu, lane < kWarps ? sums[lane] : 0);
@@ -159,6 +160,7 @@ struct KeysOfRow {
 #pragma unroll
     for (int j = 0; j < kKeysOfThread; ++j) value = max(value, keys[j]);
     value = __reduce_max_sync(0xffffffffu, value);
+    if constexpr (kWarps == 1) return value;
     if (lane == 0) of_warps[threadIdx.x / 32] = value;
     __syncthreads();
     return __reduce_max_sync(0xffffffffu, lane < kWarps ? static_cast<u32>(of_warps[lane]) : 0);
@@ -218,13 +220,17 @@ __device__ __forceinline__ void select_blocks(const ChooseBlocksParams& params) 
   // Candidates above the threshold are selected, and the lowest of those equal to it. Both are counted in one number.
   const int more = least == 0xffffffffu ? 0 : of.at_least(least + 1), equal = of.at_least(least) - more;
   const int own = more | equal << 16, inclusive = warp_inclusive_sum(own);
-  if (threadIdx.x % 32 == 31) of_warps[threadIdx.x / 32] = inclusive;
-  __syncthreads();
   int before = inclusive - own, all = 0;
+  if constexpr (Keys::kWarps == 1) {
+    all = __shfl_sync(0xffffffffu, inclusive, 31);
+  } else {
+    if (threadIdx.x % 32 == 31) of_warps[threadIdx.x / 32] = inclusive;
+    __syncthreads();
 #pragma unroll 1
-  for (int w = 0; w < Keys::kWarps; ++w) {
-    before += w < static_cast<int>(threadIdx.x / 32) ? of_warps[w] : 0;
-    all += of_warps[w];
+    for (int w = 0; w < Keys::kWarps; ++w) {
+      before += w < static_cast<int>(threadIdx.x / 32) ? of_warps[w] : 0;
+      all += of_warps[w];
+    }
   }
   const int most = chooses ? p.most : candidates, quota = most - (all & 0xffff);  // of those equal to the threshold
   int equals = before >> 16, place = row.init + (before & 0xffff) + min(equals, quota);
@@ -237,6 +243,7 @@ __device__ __forceinline__ void select_blocks(const ChooseBlocksParams& params) 
     equals += is_equal;
     place += is_selected;
   }
+#pragma unroll 1
   for (int i = threadIdx.x; i < p.k; i += kThreads) {
     const int after = i - row.init - most;
     if (i < row.init)

@@ -171,7 +171,7 @@ class Rules:
     # block_scores_pooled takes so many; those that nobody sees take as long as their thread blocks.
     pooled: tuple[tuple[float, int], ...] = (1056, 1), (8192, 2), (inf, 4)
     # Threads of select_blocks that hold the candidates of a row: the fewest that can.
-    select_threads: tuple[int, ...] = (128, 512)
+    select_threads: tuple[int, ...] = (32, 128, 512)
 
 
 RULES = Rules()

@@ -942,7 +942,7 @@ def blocks(make: _Maker) -> Iterator[Case]:
     for dtype in FLOATS:
 
         def select(dtype: np.dtype[Any] = dtype) -> None:
-            for tokens, width, k in ((3, 1024, 16), (9, 3000, 16), (700, 40000, 512)):
+            for tokens, width, k in ((3, 200, 9), (3, 1024, 16), (9, 3000, 16), (700, 40000, 512)):
                 scores, visible = make(tokens, 4, width, dtype=dtype), make.int32(tokens)
                 cumla.select_blocks(scores, k, visible=visible, local_blocks=1)
                 cumla.select_blocks(scores, 3, visible=visible, init_blocks=1, local_blocks=2)
