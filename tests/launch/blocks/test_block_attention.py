@@ -125,6 +125,12 @@ def test_forms() -> None:
     of_lists = [(8, 8), (4, 8), (4, 4), (8, 3), (4, 2), (4, 1), (2, 1)]  # warps, thread blocks
     assert forms == [form for form in of_lists for _ in range(2)]
     assert {key(n, topk=1).list_form[:2] for n in (9, 34, 66)} == {(4, 2)}
+    assert [key(n, topk=48).list_form[:2] for n in (25, 26, 33, 34)] == [
+        (4, 4),
+        (4, 6),
+        (4, 6),
+        (8, 3),
+    ]
     assert {key(n, batch_invariant=True).list_form[:2] for n in tokens} == {(4, 2)}
 
 
