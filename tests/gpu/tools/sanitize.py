@@ -449,8 +449,10 @@ def run_calls(
     elif part == "lists":
         few = edited("every lane arrives", *variants.SPARSE_EVERY_LANE_ARRIVES)
         plain = edited("every lane arrives", *variants.SPARSE_16_EVERY_LANE_ARRIVES)
+        swapped = edited("every lane arrives", *variants.SPARSE_SWAPPED_EVERY_LANE_ARRIVES)
         many = edited("every lane arrives", *variants.HEADS_64_EVERY_LANE_ARRIVES)
-        with few, plain, many, edited("every lane arrives", *variants.V4_EVERY_LANE_ARRIVES):
+        v4 = edited("every lane arrives", *variants.V4_EVERY_LANE_ARRIVES)
+        with few, plain, swapped, many, v4:
             attend_to_lists(cupy)
     elif part == "rows":
         write_rows(cupy)

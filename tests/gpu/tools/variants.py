@@ -35,6 +35,7 @@ LOGITS = ("mqa_logits", "paged_mqa_logits")
 LOGITS_FEW = ("paged_mqa_logits_few",)
 FP8 = ("mla_decode_fp8",)
 SPARSE_16 = ("mla_sparse",)
+SPARSE_SWAPPED = ("mla_sparse, swapped",)  # its entry points of few rows
 SPARSE_FP8 = ("mla_sparse_fp8",)
 SPARSE_PACKED = ("mla_sparse_packed",)
 SPARSE_V4 = ("mla_sparse_v4", "mla_sparse_v41")
@@ -107,7 +108,7 @@ def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    decoding = BOTH + FP8 + SPARSE + FP8_64 + FP8_PRODUCTS
+    decoding = BOTH + FP8 + SPARSE + SPARSE_SWAPPED + FP8_64 + FP8_PRODUCTS
     stems = decoding + LOGITS + LOGITS_FEW + ATTENTION + DECODE + PREFILL
     return tuple(stem for stem in stems if all(stem in edit.stems for edit in edits))
 
@@ -341,13 +342,20 @@ LISTED_EVERY_LANE_ARRIVES = (
 )
 """The same of what query tokens see of a block's keys, where they have lists."""
 
-SWAPPED_EVERY_LANE_ARRIVES = (
-    Edit(SWAPPED, "query copied, arrivals", ", 64)", _COUNT),
-    Edit(SWAPPED, "query read, arrivals", ", 256)", _COUNT),
-    Edit(SWAPPED, "query copied", "", _ONE_LANE),
-    Edit(SWAPPED, "query read", "", _ONE_LANE),
-)
+def _every_lane_of_few_rows(stems: tuple[str, ...]) -> tuple[Edit, ...]:
+    return (
+        Edit(stems, "query copied, arrivals", ", 64)", _COUNT),
+        Edit(stems, "query read, arrivals", ", 256)", _COUNT),
+        Edit(stems, "query copied", "", _ONE_LANE),
+        Edit(stems, "query read", "", _ONE_LANE),
+    )
+
+
+SWAPPED_EVERY_LANE_ARRIVES = _every_lane_of_few_rows(SWAPPED)
 """The same of what is done to the query of few rows."""
+
+SPARSE_SWAPPED_EVERY_LANE_ARRIVES = _every_lane_of_few_rows(SPARSE_SWAPPED)
+"""The same over lists of 16-bit rows."""
 
 
 ALL = {
@@ -378,6 +386,7 @@ ALL = {
     "lists of 16-bit rows: every lane arrives": SPARSE_16_EVERY_LANE_ARRIVES,
     "V4: every lane arrives": V4_EVERY_LANE_ARRIVES,
     "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
+    "lists of 16-bit rows, swapped: every lane arrives": SPARSE_SWAPPED_EVERY_LANE_ARRIVES,
     "e4m3: every lane arrives": E4M3_EVERY_LANE_ARRIVES,
     "few queries: every lane arrives": DECODE_EVERY_LANE_ARRIVES,
     "lists of prompts: every lane arrives": LISTED_EVERY_LANE_ARRIVES,
@@ -397,6 +406,9 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
         return mla_decode_fp8_products.SPECS
     if stem in SPARSE_16:
         forms = re.compile(r"mla_sparse_b?float16_shared_blocks(_max_logits)?")
+        return tuple(spec for spec in all_specs() if forms.fullmatch(spec.entry))
+    if stem in SPARSE_SWAPPED:
+        forms = re.compile(r"mla_sparse_b?float16(_512)?_swapped(_lists)?")
         return tuple(spec for spec in all_specs() if forms.fullmatch(spec.entry))
     if stem in SPARSE_8:
         launchers = (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4)
