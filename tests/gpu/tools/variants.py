@@ -342,6 +342,7 @@ LISTED_EVERY_LANE_ARRIVES = (
 )
 """The same of what query tokens see of a block's keys, where they have lists."""
 
+
 def _every_lane_of_few_rows(stems: tuple[str, ...]) -> tuple[Edit, ...]:
     return (
         Edit(stems, "query copied, arrivals", ", 64)", _COUNT),
