@@ -408,12 +408,12 @@ def scored_keys() -> Arguments:
 
 
 def scored_prompt() -> Arguments:
-    """Pooled keys of four tokens, for 64 query tokens of a request."""
+    """Pooled keys of eight tokens, for 64 query tokens of a request."""
     return {
         "q": numbers(66, 4, 128),
         "keys": numbers(6, 8, 128),
-        "block_size": 4,
-        "stride": 4,
+        "block_size": 8,
+        "stride": 8,
         "num_groups": 1,
         "activation": "relu",
         "kv_lens": int32(90),

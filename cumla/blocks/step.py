@@ -21,7 +21,7 @@ from cumla.blocks.scores import (
     launch_of_rows,
 )
 from cumla.blocks.select import select_blocks
-from cumla.core.arguments import INT32, checked_int, dtype_name
+from cumla.core.arguments import INT32, checked_flag, checked_int, dtype_name
 from cumla.core.arrays import open_call, reopen_call
 from cumla.core.names import Naming, arg
 from cumla.core.operation import Output, run, unplaced
@@ -308,7 +308,7 @@ class BlockSparseStep(Step):
         sums = num_groups, checked_activation("activation", activation), stride
         sizes = _checked_sizes(numbers, kv_heads, index_heads, pages, forced, sums)
         self._sizes, self._topk = sizes._replace(causal=bool(causal)), int(topk)
-        self._forced, self._open_block = forced, bool(open_block)
+        self._forced, self._open_block = forced, checked_flag("open_block", open_block)
         self._index = dtype_name(dtype if index_dtype is None else index_dtype), index_dim
         arrays = _arrays(sizes, self._topk)
         attend: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim_v": head_dim_v}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of blocks, as block_scores_few.cu, for few blocks: a CTA for each, so no warp looks for its share. Keys go from
-// memory to registers.
+// Scores of blocks, as block_scores_few.cu, for few blocks: a CTA for each, so no warp looks for its share. Keys go
+// from memory to registers.
 //
 // grid = requests x blocks, visible or not, of kWarps warps. A warp has 16 keys at once.
 //

@@ -11,7 +11,7 @@
 //
 // Roles and time line of a warp:
 //   length and page numbers | copy the first keys | query rows to registers
-//   for all 32 keys that are seen: wait for them | products | page numbers, before, and copies of the next | sums, store
+//   for all 32 keys that are seen: wait for them | products | page numbers, before, copies of the next | sums, store
 //   store -inf for keys that nobody sees
 //
 // barrier     who arrives (count)                     who waits   guards

@@ -193,8 +193,8 @@ struct PromptScorer {
     }
   }
 
-  // Word k of a key's 16 bytes becomes one operand register (of 16 bits), or two. `zero` is 0, which the compiler does not
-  // know: it would load the next keys into the registers of a copy while products read them.
+  // Word k of a key's 16 bytes becomes one operand register (of 16 bits), or two. `zero` is 0, which the compiler does
+  // not know: it would load the next keys into the registers of a copy while products read them.
   static __device__ __forceinline__ void make_operand(const uint4 (&words)[2][kLoads], u32 zero, u32 (&a)[kSteps][4]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -225,7 +225,8 @@ struct PromptScorer {
 
   __device__ __forceinline__ float counted(float product) const { return larger_or_nan(product, smallest); }
 
-  // The sum over the heads of a unit and key r of this lane: two neighbours, then pairs. Heads 2 and 3 lie four further.
+  // The sum over the heads of a unit and key r of this lane: two neighbours, then pairs. Heads 2 and 3 lie four
+  // further.
   template <bool kWeighted>
   __device__ __forceinline__ float sum_of(const float (&products)[kProducts], int four, int r) const {
     const float* const two = products + four * 8 + 2 * r;

@@ -159,9 +159,9 @@ def test_without_the_wait_for_the_loads_to_begin_one_is_read_too_early() -> None
 
 # --- the model is of this code -------------------------------------------------------------------
 
-MODELLED = {
-    "mla/mla_decode_swapped/kernel.cuh": "0b3e0a7a",
-    "mla/mla_decode_swapped/compute.cuh": "ee8c28de",
+MODELLED = {  # but for the bits of absent rows, where the kernel reads lists
+    "mla/mla_decode_swapped/kernel.cuh": "4d0663eb",
+    "mla/mla_decode_swapped/compute.cuh": "05aa3c59",
 }
 
 
