@@ -99,7 +99,7 @@ class _SeenBy(Unplanned[_Seen]):
         rows = host.get("rows", np.empty((tokens, _ROW), np.int32))
         rows[...] = np.array([(*of, 0, 0) for of in seen], np.int32).reshape(tokens, _ROW)
         visible = host.get("visible", np.empty(tokens, np.int32))
-        ends = rows[:, 1] + (block_size - (not open_block))
+        ends = np.minimum(rows[:, 1], most) + (block_size - (not open_block))
         visible[...] = np.minimum(ends, most) // block_size
         return rows, visible
 
@@ -226,7 +226,8 @@ class BlockSparseStep(Step):
     open_block : bool
         Visible are the blocks that a query token sees whole, and the one after them, even if it
         sees no token of that: QSA's rule, with ``local_blocks=1``. Needs ``max_pages`` with room
-        for one more token. By default visible are the blocks of which it sees a token.
+        for one more token. A query token that sees nothing has block 0 in its list then, of which
+        attention reads nothing. By default visible are the blocks of which it sees a token.
     num_kv_heads, head_dim_v, q_len, dtype, cache_dtype, causal, batch_invariant : optional
         As for :class:`cumla.BlockSparsePlan`.
     device, stream : optional
@@ -549,7 +550,7 @@ workspace, stream
             if has_maxima(self._sizes.heads, self._sizes):
                 raise ValueError(
                     f"{arg('weights')}: needs a step that adds heads up, got one without; make it "
-                    f"with num_groups="
+                    f"with num_groups= fewer than index_heads, or with an activation"
                 )
             inputs["weights"] = weights
         with _INDEX:

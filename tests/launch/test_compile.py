@@ -19,6 +19,7 @@ from tests.gpu.tools import record
 from tests.gpu.tools.cubins import sections
 from tests.launch.compiling import FIRST_OF_FILES, SOME, asked_by_cupy, is_twin
 from tests.launch.conftest import Compiler
+from tests.launch.operands import written_early
 from tests.sources import sources
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
@@ -100,6 +101,20 @@ def test_every_kernel_compiles_within_its_budget(
             if held:  # what tests/emulator/runtime.cpp takes for granted
                 assert kernel.registers == REGISTER_FILE // spec.threads // 8 * 8, spec.entry
             assert spec.smem_bytes <= kernel.smem <= 227 * 1024, spec.entry
+            assert written_early(code) == [], spec.entry
+
+
+def test_operands_of_products_that_are_written_early_are_found(monkeypatch: pytest.MonkeyPatch):
+    """Without an operation on the keys that are loaded, ptxas loads the next ones into operands."""
+    spec = next(s for s in all_specs() if s.entry == "block_scores_prompts_bfloat16")
+    text, made = translation_unit(spec), []
+    assert " ^ zero" in text
+    for of_spec in (text, text.replace(" ^ zero", "")):
+        monkeypatch.setattr(module, "translation_unit", lambda *_, of_spec=of_spec, **__: of_spec)
+        code = sections(compile_to_cubin(spec).cubin)[f".text.{spec.entry}"]
+        made.append(len(written_early(code)))
+    assert made[0] == 0
+    assert made[1] > 0
 
 
 @two_files

@@ -170,6 +170,9 @@ class Rules:
     # Steps of 64 keys of a thread block of block_scores_prompts, at least: it loads up to 64 KB of
     # query rows first. With two turns of thread blocks all take longer.
     prompts_least: int = 8
+    # At most, whatever the table's width: what is visible is its beginning, and thread blocks
+    # behind that have no work.
+    prompts_most: int = 64
     # Units of 64 keys of all requests, visible or not, up to which a thread block of
     # block_scores_pooled takes so many; those that nobody sees take as long as their thread blocks.
     pooled: tuple[tuple[float, int], ...] = (1056, 1), (8192, 2), (inf, 4)
@@ -271,7 +274,8 @@ def warp_blocks(width: int, block_size: int, tiles: int, warps: int, at_once: in
 def prompts_steps(steps: int, tiles: int, at_once: int) -> int:
     """Choose the steps of a thread block of block_scores_prompts, of `steps` for each tile."""
     ranges = max(1, at_once // tiles)
-    return max(RULES.prompts_least, -(-steps // min(ranges, _MOST_RANGES)))
+    each = min(max(RULES.prompts_least, -(-steps // ranges)), RULES.prompts_most)
+    return max(each, -(-steps // _MOST_RANGES))
 
 
 def pooled_units(units: int) -> int:

@@ -81,7 +81,7 @@ class BlockKey(_ListedKey):
     requests: int = 1
     is_causal: bool = True  # of the query tokens; virtual requests have one each
     query_len: int = 0  # tokens of each request, where q has an axis of requests
-    rows_have_factors: bool = False  # rows of an e4m3 cache, each its own: only for its launches
+    rows_have_factors: bool = False  # rows of an e4m3 cache, each its own
 
     @classmethod
     def of(

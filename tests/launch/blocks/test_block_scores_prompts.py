@@ -71,8 +71,8 @@ def test_calls(
 
 @pytest.mark.parametrize(
     ("steps", "tiles", "each"),
-    [(256, 32, 32), (32, 128, 16), (3, 1, 8), (256, 1000, 256)],
+    [(256, 32, 32), (32, 128, 16), (3, 1, 8), (256, 1000, 64), (4096, 32, 64)],
 )
 def test_steps(steps: int, tiles: int, each: int) -> None:
-    """One turn of all thread blocks, of eight steps at least."""
+    """One turn of all thread blocks, of eight to 64 steps."""
     assert choice.prompts_steps(steps, tiles, 264) == each
