@@ -38,6 +38,7 @@ from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.kernel import Unplanned
 from cumla.launch.module import load
 from cumla.launch.split.plan import MOST_TOKENS
+from cumla.mha.arguments import checked_layout
 from cumla.reference.blocks.rows import tokens_seen
 from cumla.reference.blocks.scores import Sums, scores_of
 
@@ -310,6 +311,11 @@ class BlockSparseStep(Step):
         sizes = _checked_sizes(numbers, kv_heads, index_heads, pages, forced, sums)
         self._sizes, self._topk = sizes._replace(causal=bool(causal)), int(topk)
         self._forced, self._open_block = forced, checked_flag("open_block", open_block)
+        if self._open_block and not local_blocks:
+            raise ValueError(
+                "local_blocks: needs at least 1 with open_block, whose block has no score, got 0; "
+                "pass local_blocks=1"
+            )
         self._index = dtype_name(dtype if index_dtype is None else index_dtype), index_dim
         arrays = _arrays(sizes, self._topk)
         attend: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim_v": head_dim_v}
@@ -381,6 +387,7 @@ workspace, stream
         """
         topk = checked_int("topk", topk, "there is nothing to select")
         block_size = checked_int("block_size", block_size, "pass the tokens of a block")
+        layout = checked_layout(kv_layout)
         sums = _checked_sums((num_groups, checked_activation("activation", activation), stride))
         scored = Sizes(0, 0, 0, 0, 0, block_size, bool(causal), True, *sums)
         arrays = {"q": index_q, "keys": index_keys, "block_table": block_table}
@@ -402,9 +409,13 @@ workspace, stream
                 f"{view.shape}; reshape one of them"
             )
         groups = scored._replace(heads=heads).groups
+        keys = views["k"]
+        if keys is not None and len(keys.shape) >= 3:
+            place = 1 if layout == "HND" and len(keys.shape) == 4 else -2
+            _check_lists(groups, keys.shape[place], num_groups, str(arg("index_q")))
         lists = Output("block_indices", (prod(lead), groups, topk), INT32)
         views["block_indices"] = unplaced(lists, call.device)
-        options = {"kv_layout": kv_layout, "block_size": block_size}
+        options = {"kv_layout": layout, "block_size": block_size}
         with call:
             return cls(
                 **BlockSparsePlan._numbers(views, options),
@@ -648,13 +659,7 @@ def _checked_sizes(
     heads = kv_heads if index_heads is None else index_heads
     heads = checked_int("index_heads", heads, "leave it out for as many as num_kv_heads")
     groups = heads if num_groups is None else num_groups
-    if groups not in (1, kv_heads):
-        name, way_out = "index_heads", "add heads up by num_groups="
-        if num_groups is not None:
-            name, way_out = "num_groups", "give each list a group"
-        raise ValueError(
-            f"{name}: needs {kv_heads}, one for each kv head, or 1 for all, got {groups}; {way_out}"
-        )
+    _check_lists(groups, kv_heads, num_groups, "index_heads")
     topk = checked_int("topk", topk, "there is nothing to select")
     least = sum(
         checked_int(name, value, "pass 0 for none", 0)
@@ -681,6 +686,18 @@ def _checked_sizes(
         check_groups(heads, groups)
     checked_block_rows(page_size // stride, block_size, stride)
     return sizes
+
+
+def _check_lists(groups: int, kv_heads: int, num_groups: int | None, heads_of: str) -> None:
+    """Compare the lists of a query token with its kv heads; `heads_of` says where heads come from."""
+    if groups in (1, kv_heads):
+        return
+    name, way_out = heads_of, "add heads up by num_groups="
+    if num_groups is not None:
+        name, way_out = "num_groups", "give each list a group"
+    raise ValueError(
+        f"{name}: needs {kv_heads}, one for each kv head, or 1 for all, got {groups}; {way_out}"
+    )
 
 
 def _checked_sums(sums: tuple[Any, str, Any]) -> tuple[int | None, str, int]:

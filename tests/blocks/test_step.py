@@ -238,6 +238,19 @@ def test_arrays_that_do_not_fit() -> None:
         ONE.run(step, given, blocks=np.zeros((3, 2, 5), np.int32))
     with refused(ValueError, "q: needs the query tokens of index_q, (3, 1), got shape (2, 1, 8"):
         ONE.step(given | {"q": given["q"][:2]})
+    heads = np.ones((*given["index_q"].shape[:-2], 6, given["index_q"].shape[-1]), np.float16)
+    with refused(ValueError, "index_q: needs 2, one for each kv head, or 1 for all, got 6; add"):
+        ONE.step(given | {"index_q": heads})
+
+
+def test_what_a_step_refuses_before_it_is_made() -> None:
+    given = ONE.arguments()
+    sizes = {"topk": 4, "block_size": 16}
+    arrays = {name: given[name] for name in ("q", "k", "v", "index_q", "index_keys", "block_table")}
+    with refused(ValueError, "kv_layout: needs 'NHD' or 'HND', got 'hnd'"):
+        cumla.BlockSparseStep.from_arrays(**arrays, **sizes, kv_layout="hnd")
+    with refused(ValueError, "local_blocks: needs at least 1 with open_block, whose block has no"):
+        cumla.BlockSparseStep.from_arrays(**arrays, **sizes, open_block=True)
 
 
 def test_a_step_without_an_update_or_a_choice() -> None:
