@@ -689,7 +689,7 @@ def _checked_sizes(
 
 
 def _check_lists(groups: int, kv_heads: int, num_groups: int | None, heads_of: str) -> None:
-    """Compare the lists of a query token with its kv heads; `heads_of` says where heads come from."""
+    """Compare the lists of a query token with kv heads; `heads_of` names where heads come from."""
     if groups in (1, kv_heads):
         return
     name, way_out = heads_of, "add heads up by num_groups="
