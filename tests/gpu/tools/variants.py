@@ -238,14 +238,21 @@ LOADERS_WAIT_TOGETHER = _ahead(
 _COUNT = r", \d+\)"
 
 
+def _every_lane_of_queries(stems: tuple[str, ...], copied: str) -> tuple[Edit, ...]:
+    """`copied`: the mark of a warp that has copied its share."""
+    return (
+        Edit(stems, "query copied, arrivals", ", 64)", _COUNT),
+        Edit(stems, "query read, arrivals", ", 256)", _COUNT),
+        Edit(stems, copied, "", _ONE_LANE),
+        Edit(stems, "query read", "", _ONE_LANE),
+    )
+
+
 def _every_lane_arrives(stems: tuple[str, ...]) -> tuple[Edit, ...]:
     return (
         Edit(stems, "slot read, arrivals", ", kWarpgroup)", _COUNT),
-        Edit(stems, "query copied, arrivals", ", 64)", _COUNT),
-        Edit(stems, "query read, arrivals", ", 256)", _COUNT),
         Edit(stems, "slot read", "fence_proxy_async_shared();\n    ", _ONE_LANE),
-        Edit(stems, "FP8 query copied", "", _ONE_LANE),
-        Edit(stems, "query read", "", _ONE_LANE),
+        *_every_lane_of_queries(stems, "FP8 query copied"),
     )
 
 
@@ -343,19 +350,10 @@ LISTED_EVERY_LANE_ARRIVES = (
 """The same of what query tokens see of a block's keys, where they have lists."""
 
 
-def _every_lane_of_few_rows(stems: tuple[str, ...]) -> tuple[Edit, ...]:
-    return (
-        Edit(stems, "query copied, arrivals", ", 64)", _COUNT),
-        Edit(stems, "query read, arrivals", ", 256)", _COUNT),
-        Edit(stems, "query copied", "", _ONE_LANE),
-        Edit(stems, "query read", "", _ONE_LANE),
-    )
-
-
-SWAPPED_EVERY_LANE_ARRIVES = _every_lane_of_few_rows(SWAPPED)
+SWAPPED_EVERY_LANE_ARRIVES = _every_lane_of_queries(SWAPPED, "query copied")
 """The same of what is done to the query of few rows."""
 
-SPARSE_SWAPPED_EVERY_LANE_ARRIVES = _every_lane_of_few_rows(SPARSE_SWAPPED)
+SPARSE_SWAPPED_EVERY_LANE_ARRIVES = _every_lane_of_queries(SPARSE_SWAPPED, "query copied")
 """The same over lists of 16-bit rows."""
 
 

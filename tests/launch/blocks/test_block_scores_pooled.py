@@ -3,47 +3,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from unittest import mock
 
-import numpy as np
 import pytest
 
-import cumla
-from cumla.blocks import scores
 from cumla.launch.blocks import block_scores_pooled, choice
-from tests.blocks.score_cases import Scores, check_sums, pooled_case
-from tests.emulator import emulated_gpu
+from tests.blocks.score_cases import pooled_case
+from tests.launch.blocks.emulated import bits_of_sums
 from tests.selection import some
-
-
-def run(case: Scores, pooled: tuple[tuple[float, int], ...] = choice.RULES.pooled) -> bytes:
-    """Check a call; the bits of its result."""
-    rules = replace(choice.RULES, pooled=pooled)
-    with (
-        emulated_gpu() as cupy,
-        mock.patch.object(choice, "RULES", rules),
-        mock.patch.object(
-            scores, "block_scores_sums_launch", side_effect=AssertionError("another")
-        ),
-    ):
-        there = {name: cupy.like(value) for name, value in case.given.items()}
-        got = np.array(cumla.block_scores(**there))
-    check_sums(case, got)
-    return got.tobytes()
 
 
 @pytest.mark.parametrize("seed", some(list(range(60)), 8))
 def test_scores(seed: int) -> None:
-    run(pooled_case(seed))
+    bits_of_sums(pooled_case(seed))
 
 
 @pytest.mark.parametrize("seed", [5, 12, 28])
 def test_units(seed: int) -> None:
     """The bits do not depend on how many keys a thread block takes."""
     case = pooled_case(seed)
-    assert len({run(case, ((inf, units),)) for units in (1, 2, 3, 1000)}) == 1
+    assert len({bits_of_sums(case, pooled=((inf, units),)) for units in (1, 2, 3, 1000)}) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,38 +3,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 
-import cumla
-from cumla.blocks import scores
 from cumla.launch.blocks import block_scores_prompts, choice
 from cumla.launch.blocks.block_scores_sums import BlockScoresSumsArguments
-from tests.blocks.score_cases import check_sums, prompts_case
-from tests.emulator import emulated_gpu
+from tests.blocks.score_cases import prompts_case
+from tests.launch.blocks.emulated import bits_of_sums
 
 
 @pytest.mark.parametrize("seed", [14, 21, 82])
 def test_ranges(seed: int) -> None:
     """The bits do not depend on the keys of a thread block."""
-    case, found = prompts_case(seed), set()
-    for least in (1, 3, 1000):
-        rules = replace(choice.RULES, prompts_least=least)
-        with (
-            emulated_gpu() as cupy,
-            mock.patch.object(choice, "RULES", rules),
-            mock.patch.object(
-                scores, "block_scores_sums_launch", side_effect=AssertionError("another")
-            ),
-        ):
-            there = {name: cupy.like(value) for name, value in case.given.items()}
-            got = np.array(cumla.block_scores(**there))
-        check_sums(case, got)
-        found.add(got.tobytes())
-    assert len(found) == 1
+    case = prompts_case(seed)
+    assert len({bits_of_sums(case, prompts_least=least) for least in (1, 3, 1000)}) == 1
 
 
 @pytest.mark.parametrize(
